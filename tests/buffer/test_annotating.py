@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from tests.support.waiting import wait_until
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore._core.files.local import LocalDirectory
+from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore.errors import ConfigurationError, StoreError, StoreWriteError, TrajectoryUnavailableError
 from trajstore.operations.verify import verify
@@ -54,6 +56,34 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def path(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "store"))
+
+
+@pytest.mark.parametrize("added", [1, 100])  # more than the index has room for: it moves
+@pytest.mark.parametrize("name", ["score", "tag"])
+def test_rollouts_may_be_added_while_values_are_shown(
+    path: Path, monkeypatch: pytest.MonkeyPatch, name: str, added: int
+) -> None:
+    """They have no values, and the others have theirs: those are set on copies of the columns, without the lock."""
+    values: list[Any] = [1.5, 2.5] if name == "score" else ["good", "bad"]
+    with writer_to(path) as writer:
+        annotate(writer, 3, {name: values[1]})
+        shown, note = writer._live.contents.index, TrajectoryIndex.note
+
+        def note_late(index: TrajectoryIndex, *arguments: Any) -> None:
+            note(index, *arguments)
+            if index.table == "slot" and len(shown) == 4:
+                adder = threading.Thread(target=writer.add_trajectories, args=([rollout(0)] * added,))
+                adder.start()
+                adder.join()
+
+        monkeypatch.setattr(TrajectoryIndex, "note", note_late)
+        annotate(writer, [0, 1], {name: values})
+        assert column(writer, name) == [*values, None, values[1]] + [None] * added
+        annotate(writer, 4, {name: values[0]})
+        expected = [*values, None, values[1], values[0]] + [None] * (added - 1)
+        assert column(writer, name) == expected
+    with TrajectoryReplayBuffer.open(path) as reader:
+        assert column(reader, name) == expected
 
 
 def test_the_latest_counts_and_the_history_stays(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trajstore import TrajectoryReplayBuffer
@@ -95,5 +96,5 @@ def test_setting_values_waits_no_longer_than_the_deadline(monkeypatch: pytest.Mo
     slow = Slow()
     monkeypatch.setattr(handle, "time", slow)
     values = handle.ValuesOfHandle(slow)  # type: ignore[arg-type]
-    values.annotate(LateValues((1024,), {"score": [1.0]}, "", 0), {})
+    values.annotate(LateValues(np.array([1024]), {"score": [1.0]}, "", 0), {})
     assert slow.waits == {"check_values": 60.0, "annotate": 10.0}

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -138,7 +139,7 @@ def look_at(store: StoreServer) -> int:
 def test_values_of_a_request_that_comes_again_are_set_once(tmp_path: Path) -> None:
     first = server(tmp_path)
     (number,) = ids_of(first.add(request_of([witness(1)]), 1))
-    said = LateValues((number,), {"judge": [0.5]}, "anna", 7)
+    said = LateValues(np.array([number]), {"judge": [0.5]}, "anna", 7)
     rows = {"advantages": [torch.ones(witness(1).rewards.shape[:2])]}
     for _ in range(2):
         first.annotate(said, rows)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import numpy as np
 import torch
 
 from trajstore._core.base.arguments import check_kind, one_of
@@ -426,7 +427,7 @@ class ValuesOfHandle:
             TrajectoryUnavailableError: an id is in no store; nothing was set.
             StoreUnreachableError, StoreWriteError: a store failed; others may have set theirs.
         """
-        ids, until = tuple(map(own_id, update.ids)), time.monotonic() + self._handle._stores.deadline
+        ids, until = own_id(update.ids).tolist(), time.monotonic() + self._handle._stores.deadline
         self._ranks(ids)
         every, places = self._handle._with_copies(ids)
         ranks = self._ranks(every)
@@ -504,5 +505,5 @@ def _part(
     mine = [(number, place) for number, place in zip(ids, places, strict=True) if number % MOST_STORES == rank]
     at = [place for _, place in mine]
     values = {name: [given[place] for place in at] for name, given in update.values.items()}
-    part = replace(update, ids=tuple(number for number, _ in mine), values=values)
+    part = replace(update, ids=np.array([number for number, _ in mine], np.int64), values=values)
     return part, {name: [tensors[place] for place in at] for name, tensors in rows.items()}

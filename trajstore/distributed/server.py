@@ -413,7 +413,7 @@ class StoreServer:
             ConfigurationError, TrajectoryUnavailableError, StoreWriteError: no value was set.
         """
         with self._hold.changing(), self._adding:  # a retry waits for the first attempt
-            notes = self.history(update.ids[0])
+            notes = self.history(int(update.ids[0]))
             if {*update.values, *rows} - {
                 note.name for note in notes if (note.time, note.who) == (update.time, update.who)
             }:

@@ -74,7 +74,7 @@ def waiting_values(catalog: Catalog) -> WaitingValues:
 def _refused(catalog: Catalog, found: list[LateValues]) -> list[LateValues]:
     """Return the values that contradict the store, with the reason."""
     left = [entry.without(catalog.unknown(entry.ids)) for entry in found if not entry.refused]
-    _, why = catalog.notes.foreseen(entry for entry in left if entry.ids)
+    _, why = catalog.notes.foreseen(entry for entry in left if len(entry.ids))
     entries = [replace(entry, refused=entry.refused or why.get(entry.source, "")) for entry in found]
     return [entry for entry in entries if entry.refused]
 

@@ -141,7 +141,7 @@ def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[LateValues])
     _, refused = notes.foreseen(entry for entry in waiting if not entry.refused)
     for entry in waiting:
         if entry.source not in notes.sources and trajectory_id in entry.ids:
-            why, at = entry.refused or refused.get(entry.source), entry.ids.index(trajectory_id)
+            why, at = entry.refused or refused.get(entry.source), entry.ids.tolist().index(trajectory_id)
             place = "inbox" if why is None else "refused"
             sent += [_told(name, given[at], entry, place) | {"why": why} for name, given in entry.values.items()]
     return {"values": sent, "earlier": max(0, len(values) - MOST_VALUES), "names": list(notes.kinds.items())}

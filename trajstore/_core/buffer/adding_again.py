@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from trajstore._core.base.clock import microseconds
@@ -81,7 +82,7 @@ def add_with_values(
     value_names = sorted({name for each in late for name in each.values})
     names_of_rows = {name for each in late for name in each.rows}
     update = LateValues(
-        tuple(range(len(late))), {name: [each.values.get(name) for each in late] for name in value_names}, "", 0
+        np.arange(len(late)), {name: [each.values.get(name) for each in late] for name in value_names}, "", 0
     )
     update.check()
     check_row_names(names_of_rows)
@@ -100,7 +101,7 @@ def add_with_values(
     for (_, names, row_names), members in groups.items():
         given = {name: [each.values[name] for _, each in members] for name in names}
         rows_given = {name: [each.rows[name] for _, each in members] for name in row_names}
-        target.annotate(LateValues(tuple(number for number, _ in members), given, "", microseconds()), rows_given)
+        target.annotate(LateValues(np.array([number for number, _ in members]), given, "", microseconds()), rows_given)
     if groups:
         logger.warning(
             "late values of %s were set again without author and history, which only copy, merge and split keep",

@@ -114,7 +114,7 @@ def annotate(
         annotate_files(store, ids, values, who, storage_options)
         return
     update, rows = _checked_values(ids, values, who)
-    if update.ids and (update.values or rows):
+    if len(update.ids) and (update.values or rows):
         store._sink.annotate(update, rows)
 
 
@@ -133,12 +133,13 @@ def annotate_files(
     parts: list[tuple[Directory, str, LateValues]] = []
     there: set[str] = {*OVER_FACTS}
     known: dict[int, Mapping[str, str]] = {}
-    for rank in sorted({rank_of_id(number) for number in update.ids}):
+    ranks = rank_of_id(update.ids)
+    for rank in np.unique(ranks).tolist():
         if rank not in stores:
-            raise no_rank(store, next(number for number in update.ids if rank_of_id(number) == rank), stores)
-        part = update.without({number for number in update.ids if rank_of_id(number) != rank})
+            raise no_rank(store, int(update.ids[ranks == rank][0]), stores)
+        part = update.without(update.ids[ranks != rank])
         check_not_mirror(stores[rank])
-        part = LateValues(tuple(own_id(number) for number in part.ids), part.values, part.who, part.time)
+        part = replace(part, ids=own_id(part.ids))
         catalog = Catalog.open(stores[rank])
         catalog.check_known(part.ids)
         there.update(catalog.index.facts)
@@ -233,7 +234,7 @@ def _checked_values(ids: Any, values: Any, who: str | None) -> tuple[LateValues,
         raise ConfigurationError("values: must be a dict of values by name")
     rows = {name: _rows(name, some, len(wanted)) for name, some in values.items() if _is_rows(some)}
     listed = {name: _listed(some, len(wanted)) for name, some in values.items() if name not in rows}
-    update = LateValues(tuple(wanted.tolist()), listed, "" if who is None else text("who", who), microseconds())
+    update = LateValues(wanted, listed, "" if who is None else text("who", who), microseconds())
     update.check()
     check_names(values, FACTS)
     check_row_names(rows)

@@ -464,12 +464,12 @@ class StoreSink(Sink):
         return len(self.writer.rewriter.damaged)
 
     def annotate(self, update: LateValues, rows: Rows) -> None:
-        others = update.numbers[~self._view.are_own(update.numbers)]
+        others = update.ids[~self._view.are_own(update.ids)]
         if len(others):
             raise StoreError(
                 f"annotate: trajectories {ids_in_words(others)} were loaded from elsewhere; give the path of that store"
             )
-        self._flush_pending(update.numbers)
+        self._flush_pending(update.ids)
         uninterrupted(partial(self.writer.annotate, update, rows))
 
     def _flush_pending(self, ids: Sequence[int] | IntArray) -> None:

@@ -420,16 +420,13 @@ class View(CommitListener):
                 except Exception:  # they can still be read from memory
                     logger.exception("a commit that is on disk could not be shown")
                 continue
-            if isinstance(change, Evicted):
-                if self._own_lost:
-                    lost = np.array([*self._own_lost], np.int64)
-                    self._own_lost = frozenset(lost[~lie_in(lost, change.ranges)].tolist())
-                contents = None
-                while contents is not self.contents:  # a load may replace them meanwhile
-                    contents = self.contents
-                    contents.evict(change, self.own_first)
-                continue
-            self.locked(partial(Contents.follow, source=OWN_SOURCE, change=change, first_id=self.own_first))
+            if isinstance(change, Evicted) and self._own_lost:
+                lost = np.array([*self._own_lost], np.int64)
+                self._own_lost = frozenset(lost[~lie_in(lost, change.ranges)].tolist())
+            contents = None
+            while contents is not self.contents:  # a load may replace them meanwhile
+                contents = self.contents
+                contents.follow(OWN_SOURCE, change, self.own_first)
 
     def replaced(self) -> None:
         """Show the present state of the buffer's own store; nothing is added or loaded meanwhile."""
@@ -465,9 +462,10 @@ class View(CommitListener):
             TrajectoryUnavailableError: names the first such id.
         """
         with self.contents.lock:
-            for number in ids[self.contents.index.find_many(ids) < 0].tolist():
-                if number not in self._own_lost or number < self.own_first:
-                    self.contents.index.position_of(number)
+            shown = self.contents.index.shared()
+        for number in ids[shown.find_many(ids) < 0].tolist():
+            if number not in self._own_lost or number < self.own_first:
+                shown.position_of(number)
 
     def forget(self, ids: Sequence[int] | IntArray) -> None:
         """Hide these trajectories; unknown ids are ignored."""

@@ -313,8 +313,9 @@ class AddressTable:
         Unreferenced slots are freed: shards are unmapped (a map would hold the disk space of a deleted file), memory is
         released.
         """
-        left, counts = np.unique(slots, return_counts=True)
-        self._refcounts[left] -= counts
+        counts = np.bincount(slots)
+        left = np.flatnonzero(counts)
+        self._refcounts[left] -= counts[left]
         for slot in left[self._refcounts[left] == 0].tolist():
             self.copies.let_go(self._unmap(slot), slot)
 

@@ -40,7 +40,7 @@ from trajstore._core.reading.store_news import StoreNews
 from trajstore._core.reading.valid_rows import Valid, ValidRows
 from trajstore._core.store.additions import NewEntries, starts_of
 from trajstore._core.store.committed import Change, Evicted
-from trajstore._core.store.facts import NOTE_ROWS, joined
+from trajstore._core.store.facts import NOTE_ROWS, NOTE_START, joined
 from trajstore._core.store.index import Remainder, TrajectoryIndex
 from trajstore._core.store.json_arrays import StringTable
 from trajstore._core.store.moves import Moved
@@ -111,7 +111,9 @@ class Contents:
         self.start = self.index.first + int(np.count_nonzero(self.index["slot"] == UNAVAILABLE))
 
     def follow(self, source: int, change: Change, first_id: int = 0) -> None:
-        """Apply a commit to a source, of trajectories that do not wait for it here; with ``lock`` held.
+        """Apply a commit to a source, of trajectories that do not wait for it here.
+
+        What changes many entries copies them without ``lock``, so that others add and read meanwhile.
 
         Args:
             source: number of the source.
@@ -119,15 +121,17 @@ class Contents:
             first_id: lower ids belong to other sources.
         """
         if isinstance(change, Evicted):
-            self.evict(change, first_id)
-        elif isinstance(change, Moved):
-            self._move(source, change, first_id)
+            self._evict(change, first_id)
         elif isinstance(change, Noted):
             self._note(source, change, first_id)
+        elif isinstance(change, Moved):
+            with self.lock:
+                self._move(source, change, first_id)
         else:
-            columns = dict(change.columns)
-            columns["slot"] = self._slots_of(source, columns.pop("shard"))
-            self._append(self.index.translated(columns, change.texts))
+            with self.lock:
+                columns = dict(change.columns)
+                columns["slot"] = self._slots_of(source, columns.pop("shard"))
+                self._append(self.index.translated(columns, change.texts))
 
     def _move(self, source: int, moved: Moved, first_id: int) -> None:
         """Read trajectories of a source from another of its shards; ids below ``first_id`` belong to other sources."""
@@ -151,10 +155,24 @@ class Contents:
 
     def _note(self, source: int, noted: Noted, first_id: int) -> None:
         """Apply late values of a source's trajectories; ids below ``first_id`` belong to other sources."""
-        positions = self.index.find_many(noted.ids)
-        mine = (noted.ids >= first_id) & (positions >= 0)
-        columns = {name: column[mine] for name, column in noted.columns.items()}
-        self._give(source, positions[mine], columns, noted.texts)
+        with self.lock:
+            shared = self.index.shared()
+
+        def places(index: TrajectoryIndex) -> npt.NDArray[np.int64]:
+            return np.where(noted.ids >= first_id, index.find_many(noted.ids), -1)
+
+        columns = {
+            name: column for name, column in noted.columns.items() if not name.startswith((NOTE_ROWS, NOTE_START))
+        }
+        positions = places(shared)
+        shared.note(positions, columns, noted.texts)
+        with self.lock:
+            if self.index.take_notes(shared):
+                columns = {name: column for name, column in noted.columns.items() if name not in columns}
+            else:
+                positions, columns = places(self.index), dict(noted.columns)
+            mine = positions >= 0
+            self._give(source, positions[mine], {name: column[mine] for name, column in columns.items()}, noted.texts)
 
     def _give(
         self, source: int, positions: npt.NDArray[np.int64], columns: dict[str, npt.NDArray[Any]], texts: StringTable
@@ -346,7 +364,7 @@ class Contents:
                 self.cache.discard(number)
             self._send_home(going)
 
-    def evict(self, evicted: Evicted, first_id: int = 0) -> None:
+    def _evict(self, evicted: Evicted, first_id: int) -> None:
         """Remove trajectories; ids below ``first_id`` belong to other sources.
 
         The entries that stay are copied without ``lock``, so that others add and read meanwhile.

@@ -238,7 +238,7 @@ class Committed:
         rows = RowShard.from_json(row_record, schemas, len(update.ids))
         update = replace(update, rows=rows)
         update.check()
-        self._check_given(update.numbers, rows.extents)
+        self._check_given(update.ids, rows.extents)
         noted = self.annotate(update, record["generation"])
         self._schemas = schemas
         return noted
@@ -314,7 +314,7 @@ class Committed:
         wanted = np.array(ids, np.int64)
         return set(wanted[self.index.find_many(wanted) < 0].tolist())
 
-    def extents_of(self, ids: Sequence[int]) -> tuple[npt.NDArray[np.int64], list[Kind]]:
+    def extents_of(self, ids: IntArray) -> tuple[npt.NDArray[np.int64], list[Kind]]:
         """Return the extents of live trajectories, ``[n, 4]`` and without documents, and their kinds.
 
         Raises:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
@@ -40,7 +40,7 @@ class LateValues:
     """Values for several trajectories.
 
     Attributes:
-        ids: of the trajectories, each once.
+        ids: of the trajectories, each once, ``[n]``.
         values: by name, one for each of them.
         who: their author.
         time: in µs since 1970.
@@ -49,18 +49,13 @@ class LateValues:
         rows: values by row, one for each trajectory; None for none.
     """
 
-    ids: tuple[int, ...]
+    ids: IntArray
     values: Mapping[str, Sequence[Value] | FloatArray]
     who: str
     time: int
     source: str = ""
     refused: str = ""
     rows: RowShard | None = None
-    numbers: IntArray = field(init=False, repr=False, compare=False)
-    """The ids as an array."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "numbers", np.array(self.ids, np.int64))
 
     def to_json(self) -> dict[str, Any]:
         """Return the values as JSON for a record or a file, without values by row."""
@@ -79,7 +74,7 @@ class LateValues:
             source, refused = value.get("source", ""), value.get("refused", "")
             if not all(isinstance(text, str) for text in (who, source, refused)) or not isinstance(values, dict):
                 raise TypeError("who, source, refused or values")
-            ids = tuple(natural(number, RANGES["trajectory_id"][1]) for number in value["ids"])
+            ids = np.array([natural(number, RANGES["trajectory_id"][1]) for number in value["ids"]], np.int64)
             given = {name: tuple(items) for name, items in values.items()}
             update = cls(ids, given, who, natural(value["time"], RANGES["committed"][1]), source, refused)
             update.check()
@@ -87,11 +82,11 @@ class LateValues:
             raise CorruptStoreError(f"not values of trajectories: {error}") from error
         return update
 
-    def without(self, ids: Container[int]) -> LateValues:
+    def without(self, ids: Iterable[int]) -> LateValues:
         """Return the values of the other trajectories."""
-        stay = [at for at, number in enumerate(self.ids) if number not in ids]
-        values = {name: [items[at] for at in stay] for name, items in self.values.items()}
-        return replace(self, ids=tuple(self.ids[at] for at in stay), values=values)
+        stay = np.flatnonzero(~np.isin(self.ids, [*ids]))
+        values = {name: [items[at] for at in stay.tolist()] for name, items in self.values.items()}
+        return replace(self, ids=self.ids[stay], values=values)
 
     @property
     def kinds(self) -> dict[str, str | None]:
@@ -108,7 +103,7 @@ class LateValues:
         Raises:
             ConfigurationError: names the value.
         """
-        if (np.diff(np.sort(self.numbers, kind="stable")) == 0).any():
+        if (np.diff(np.sort(self.ids, kind="stable")) == 0).any():
             raise ConfigurationError("annotate: an id is there twice")
         _check_unicode("who", self.who)
         for name, values in self.values.items():

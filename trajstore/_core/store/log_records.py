@@ -49,17 +49,27 @@ def segment_generation(name: str) -> int | None:
     )
 
 
-def encode_line(record: dict[str, Any]) -> bytes:
-    """Return one log line."""
+def encode_line(record: dict[str, Any], long: Sequence[bytes] = ()) -> bytes:
+    """Return one log line; ``long`` has the items that :func:`in_pieces` has left out, in the order of the record."""
     body = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY)
-    return b"%08x %b\n" % (zlib.crc32(body), body)
+    if long:
+        others = body.split(_LEFT_OUT)
+        body = b"".join(part for pair in zip(others, (*long, b""), strict=True) for part in pair)
+    return b"".join([b"%08x " % zlib.crc32(body), body, b"\n"])  # unlike ``%``, it lets other threads run
 
 
-def in_pieces(values: Sequence[Any] | npt.NDArray[Any]) -> orjson.Fragment:
-    """Return a long list as JSON, encoded in pieces: while orjson encodes one, no other thread runs."""
+_LEFT_OUT = b"\0"
+"""Stands for the items of a long list: JSON has no such byte, as in texts it is escaped."""
+
+
+def in_pieces(values: Sequence[Any] | npt.NDArray[Any], long: list[bytes]) -> orjson.Fragment:
+    """Append the items of a long list to ``long``, as JSON, and return what stands for the list in a record.
+
+    It is encoded in pieces, and joined later, because no other thread runs while orjson encodes one or copies them.
+    """
     parts = (values[at : at + _PIECE] for at in range(0, len(values), _PIECE))
-    encoded = (orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for part in parts)
-    return orjson.Fragment(b"[%b]" % b",".join(encoded))
+    long.append(b",".join(orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for part in parts))
+    return orjson.Fragment(b"[%b]" % _LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,7 +251,7 @@ class Notes:
         """
         check_kinds(update, self._kinds)
         columns: dict[str, npt.NDArray[Any]] = {}
-        ids = update.numbers
+        ids = update.ids
         self._kinds |= {name: kind for name, kind in update.kinds.items() if kind is not None}
         for name, values in update.values.items():
             if self._kinds[name] == "text":

@@ -132,7 +132,7 @@ def rows_in_words(kind: str) -> str:
 
 
 def content_of_rows(
-    given: Rows, ids: Sequence[int], extents: IntArray, kinds: Sequence[Kind], known: Mapping[str, str]
+    given: Rows, ids: IntArray, extents: IntArray, kinds: Sequence[Kind], known: Mapping[str, str]
 ) -> ShardContent:
     """Return the content of a shard of values by row.
 
@@ -166,12 +166,7 @@ def _article(kind: Kind) -> str:
 
 
 def _shape_of(
-    name: str,
-    tensors: Sequence[torch.Tensor],
-    ids: Sequence[int],
-    extents: Sequence[Extent],
-    kind: Kind,
-    known: str | None,
+    name: str, tensors: Sequence[torch.Tensor], ids: IntArray, extents: Sequence[Extent], kind: Kind, known: str | None
 ) -> tuple[tuple[int, ...], Axis]:
     """Return row shape and axis of the values of trajectories of one kind.
 

@@ -369,7 +369,7 @@ class CommitLog:
         with self.changing():
             catalog = self.catalog
             check_late_values(update, catalog.notes.foreseen(self.unwritten)[0])
-            catalog.check_known(update.numbers)
+            catalog.check_known(update.ids)
             kept = update.rows is None and not update.source
             try:
                 self._write_values()
@@ -425,12 +425,12 @@ class CommitLog:
                     "%s: values added while the store could not be written are refused: %s", self.directory.url, error
                 )
                 update = update.without(update.ids)
-            if update.ids:
+            if len(update.ids):
                 self._annotate(update, "flush()")
             else:
                 del self.unwritten[0]
 
-    def unknown(self, ids: Sequence[int]) -> set[int]:
+    def unknown(self, ids: IntArray) -> set[int]:
         """Return the ids without a trajectory in the store."""
         with self._lock:
             return self.catalog.unknown(ids)

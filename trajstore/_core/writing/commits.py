@@ -83,7 +83,8 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: in
 
 def evict_line(generation: int, ranges: IntArray) -> bytes:
     """Return the log line that evicts inclusive ranges of ids, ``[n, 2]``, the commit of this generation."""
-    return encode_line({"generation": generation, "operation": "evict", "ids": in_pieces(ranges)})
+    long: list[bytes] = []
+    return encode_line({"generation": generation, "operation": "evict", "ids": in_pieces(ranges, long)}, long)
 
 
 def annotate_line(catalog: Catalog, update: LateValues) -> bytes:
@@ -93,9 +94,10 @@ def annotate_line(catalog: Catalog, update: LateValues) -> bytes:
         new: dict[Schema, int] = {}
         schema = catalog.shards.next_number_of(update.rows.manifest.schema, new)
         rows["rows"] = update.rows.to_json(_to_json(new), schema)
-    values = {name: in_pieces(items) for name, items in update.values.items()}
-    record = {**update.to_json(), "ids": in_pieces(update.numbers), "values": values, **rows}
-    return encode_line({"generation": catalog.generation + 1, "operation": "annotate", **record})
+    record, long = {"generation": catalog.generation + 1, "operation": "annotate", **update.to_json()}, list[bytes]()
+    record["ids"] = in_pieces(update.ids, long)
+    record["values"] = {name: in_pieces(items, long) for name, items in update.values.items()}
+    return encode_line(record | rows, long)
 
 
 def rewrite_line(catalog: Catalog, number: int, manifest: ShardManifest, ids: IntArray, extents: IntArray) -> bytes:

@@ -183,7 +183,7 @@ class Pending:
             update = update.without(catalog.unknown(update.ids))
             try:
                 catalog.notes.check(update)
-                if update.ids:
+                if len(update.ids):
                     catalog.annotate(update, catalog.generation + 1)
                     added += 1
             except ConfigurationError as error:
@@ -304,7 +304,7 @@ class Inbox:
                 )
                 update = update.without(gone)
             try:
-                if update.ids:
+                if len(update.ids):
                     self._log.annotate(update)
                 return
             except TrajectoryUnavailableError:
