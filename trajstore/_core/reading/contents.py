@@ -40,7 +40,7 @@ from trajstore._core.reading.store_news import StoreNews
 from trajstore._core.reading.valid_rows import Valid, ValidRows
 from trajstore._core.store.additions import NewEntries, starts_of
 from trajstore._core.store.committed import Change, Evicted
-from trajstore._core.store.facts import NOTE_ROWS, NOTE_START, joined
+from trajstore._core.store.facts import NOTE_ROWS, joined
 from trajstore._core.store.index import Remainder, TrajectoryIndex
 from trajstore._core.store.json_arrays import StringTable
 from trajstore._core.store.moves import Moved
@@ -157,22 +157,15 @@ class Contents:
         """Apply late values of a source's trajectories; ids below ``first_id`` belong to other sources."""
         with self.lock:
             shared = self.index.shared()
-
-        def places(index: TrajectoryIndex) -> npt.NDArray[np.int64]:
-            return np.where(noted.ids >= first_id, index.find_many(noted.ids), -1)
-
-        columns = {
-            name: column for name, column in noted.columns.items() if not name.startswith((NOTE_ROWS, NOTE_START))
-        }
-        positions = places(shared)
-        shared.note(positions, columns, noted.texts)
+        if not noted.has_rows:
+            positions = np.where(noted.ids >= first_id, shared.find_many(noted.ids), -1)
+            shared.note(positions, noted.columns, noted.texts)
         with self.lock:
-            if self.index.take_notes(shared):
-                columns = {name: column for name, column in noted.columns.items() if name not in columns}
-            else:
-                positions, columns = places(self.index), dict(noted.columns)
-            mine = positions >= 0
-            self._give(source, positions[mine], {name: column[mine] for name, column in columns.items()}, noted.texts)
+            if noted.has_rows or not self.index.take_notes(shared):
+                positions = self.index.find_many(noted.ids)
+                mine = (noted.ids >= first_id) & (positions >= 0)
+                columns = {name: column[mine] for name, column in noted.columns.items()}
+                self._give(source, positions[mine], columns, noted.texts)
 
     def _give(
         self, source: int, positions: npt.NDArray[np.int64], columns: dict[str, npt.NDArray[Any]], texts: StringTable

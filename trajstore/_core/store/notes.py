@@ -76,11 +76,15 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Late values were added: columns of the index, one row for each id."""
+    """Late values were added: columns of the index, one row for each id.
+
+    ``has_rows`` says whether some are values by row, whose shards are among the columns.
+    """
 
     ids: npt.NDArray[np.int64]
     columns: Mapping[str, npt.NDArray[Any]]
     texts: StringTable
+    has_rows: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +270,7 @@ class Notes:
             self.sources.add(update.source)
         if len(self._parts) > 2 * MOST_NAMES:
             self._parts = [self._all()]
-        return Noted(ids, columns, self._words)
+        return Noted(ids, columns, self._words, update.rows is not None)
 
     def _append(
         self, update: LateValues, name: str, generation: int, **values: npt.ArrayLike
