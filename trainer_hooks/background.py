@@ -80,7 +80,7 @@ class ReplayParts(Generic[Task]):
             unsolved_first=config.unsolved_first,
             text_of=task_text,
         )
-        self.figures = ReplayFigures(manager, config.figures)
+        self.figures = ReplayFigures(manager)
         self.watch = ReplayWatch(manager)
         self.has_begun = False
         """True once the pool with which the run begins is known: the store's, or a checkpoint's."""

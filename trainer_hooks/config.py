@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from trainer_hooks.batch import GroupOffPolicy
-from trainer_hooks.metrics import Shown
 from trainer_hooks.replay import PoolRules, RatioSchedule
 from trainer_hooks.replay.mixing import histories_per_task, history_problems, ratio_or_points
 from trainer_hooks.replay.rules import PoolOptions
@@ -57,7 +56,6 @@ class ExperienceReplayConfig(PoolOptions):
             ``none``) does not.
         drop_negative_off_policy: whether replayed tokens with a negative advantage have no loss.
         clip_off_policy: whether replayed tokens are clipped at all.
-        figures: the figures that a step reports: ``main``, the actionable ones, or ``all``.
 
     Raises:
         ConfigurationError: values out of range; the message lists all of them, each by its key.
@@ -78,7 +76,6 @@ class ExperienceReplayConfig(PoolOptions):
     off_policy_shaping: Annotated[float | None, _shaping] = None
     drop_negative_off_policy: bool = False
     clip_off_policy: bool = True
-    figures: Shown = "main"
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -7,9 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer_hooks import metrics
@@ -19,7 +17,7 @@ from trainer_hooks.replay import ExperienceManager
 from trainer_hooks.replay.entry import is_demonstration
 from trainer_hooks.replay.outcomes import known_outcome
 from trainer_hooks.replay.rows import row_count
-from trainer_hooks.token_sums import RATIO_NEAR_ZERO, LabelSums, added, figures_of, label_sums, token_sums
+from trainer_hooks.token_sums import RATIO_NEAR_ZERO, added, figures_of, token_sums
 from trajstore.errors import ConfigurationError, counted, listed
 from trajstore.trajectory import AgentTrajectory
 
@@ -87,9 +85,8 @@ def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
     if ratio > OFF_POLICY_RATIO_LIMIT or size < LEAST_SAMPLE_SIZE:
         warnings["ratio"] = (
             f"importance ratios of the off-policy tokens have mean {ratio:.3g} and effective sample size {size:.1%}:"
-            " where histories of the last steps have such ratios too (figures: all reports"
-            " off_effective_sample_size_by_age), the recorded log-probs are not those of the policy that sampled"
-            " them; else set off_policy_shaping or max_policy_age"
+            " set off_policy_shaping or max_policy_age; where max_policy_age: 1 does not help, the recorded log-probs"
+            " are not those of the policy that sampled"
         )
     wasted = figures.get(f"{metrics.PREFIX}off_ratio_near_zero_share", 0.0)
     if wasted > WASTED_SHARE_LIMIT:
@@ -107,16 +104,13 @@ class ReplayFigures:
 
     Args:
         manager: of the pool.
-        which: figures to report; those by age and difficulty are computed only for ``all``.
     """
 
-    def __init__(self, manager: ExperienceManager, which: metrics.Shown) -> None:
+    def __init__(self, manager: ExperienceManager) -> None:
         self.times = metrics.StepTimes()
         self._manager = manager
-        self._which = which
         self._figures: list[Mapping[str, float]] = []
-        self._losses = StepLosses()
-        self._difficulty: dict[str, int] = {}
+        self._sums: dict[str, float] = {}
         self._quiet_until: dict[str, int] = {}
         self._zero_steps = 0
         self._histories: list[AgentTrajectory] = []
@@ -134,11 +128,11 @@ class ReplayFigures:
         """
         self._asked = asked
         self._histories = [trajectory for held in histories.values() for trajectory in held]
-        buckets = self._manager.difficulty2task_dict
-        self._difficulty = {task: difficulty for difficulty, held in buckets.items() for task in held}
         if replaying:
-            drawable = Counter(self._difficulty[task] for task in self._manager.get_valid_replay_task_ids())
-            drawn = Counter(self._difficulty[task] for task, held in histories.items() if held)
+            buckets = self._manager.difficulty2task_dict
+            bucket_of = {task: difficulty for difficulty, held in buckets.items() for task in held}
+            drawable = Counter(bucket_of[task] for task in self._manager.get_valid_replay_task_ids())
+            drawn = Counter(bucket_of[task] for task, held in histories.items() if held)
             # Kept with the pool, so that a resumed run goes on counting; plain containers for checkpoints.
             self._manager.draws = [*self._manager.draws, (dict(drawable), dict(drawn))][-STARVING_STEPS:]
 
@@ -151,15 +145,7 @@ class ReplayFigures:
         """Record figures of log-probs; :meth:`take` returns each name's mean."""
         self._figures.append(figures)
 
-    def note_loss(
-        self,
-        batch: Batch,
-        rows: Sequence[int],
-        loss: Mapping[str, Tensor],
-        advantages: Tensor,
-        cliprange_low: float,
-        off_cliprange_high: float,
-    ) -> None:
+    def note_loss(self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor) -> None:
         """Record one loss computation over some rows of a batch; see ``ReplayHook.loss_computed``."""
         count = len(batch.prompt_lengths)
         if any(not 0 <= row < count for row in rows) or len(rows) != len(advantages):
@@ -169,46 +155,28 @@ class ReplayFigures:
             )
         response_mask = batch.tensors["response_mask"][list(rows)]
         exp_mask = compute_response_mask(batch.tensors["exp_mask"], response_mask.shape[1])[list(rows)]
-        self._losses.add(loss, response_mask, exp_mask)
-        if self._which == "main":
-            return
-        ratio, off_policy = loss["importance_ratio"], exp_mask * response_mask
-        extras, tasks = batch.non_tensors["extras"], batch.non_tensors["task_ids"]
-        buckets = [self._difficulty.get(tasks[row]) if extras[row]["is_experience_replay"] else None for row in rows]
-        for kind, labels in (("age", [self._age(extras[row]) for row in rows]), ("difficulty", buckets)):
-            sums = label_sums(labels, ratio, advantages, off_policy, cliprange_low, off_cliprange_high)
-            self._losses.add_labels(kind, sums)
+        self._sums = added([self._sums, token_sums(loss, response_mask, exp_mask)])
 
-    def _age(self, extras: Mapping[str, Any]) -> int | None:
-        """Return the age of a replayed row's policy in steps; ``None`` for other rows and unknown ages."""
-        version = extras["policy_version"]
-        if not extras["is_experience_replay"] or version is None:
-            return None
-        age: int = self._manager.global_steps - version
-        return age if age >= 0 else None
-
-    def take(
-        self, task_ids: Sequence[str], is_experience_replay: Sequence[bool], policy_versions: Sequence[int | None]
-    ) -> dict[str, float]:
+    def take(self, is_experience_replay: Sequence[bool], policy_versions: Sequence[int | None]) -> dict[str, float]:
         """Return all metrics of the step and reset. Every argument has one entry per row of the batch."""
-        figures = _means(self._figures) | self._losses.figures()
+        figures = _means(self._figures) | figures_of(self._sums)
         self.warn(figures)
         result = figures | self._manager.metrics() | self.times.take()
         result |= metrics.batch_metrics(
-            task_ids, is_experience_replay, policy_versions, self._manager.global_steps, self._demonstrations
+            is_experience_replay, policy_versions, self._manager.global_steps, self._demonstrations
         )
         draws = self._manager.draws
         if len(draws) == STARVING_STEPS:
             drawn = {bucket for _, step_drawn in draws for bucket in step_drawn}
             starving = {bucket for drawable, _ in draws for bucket in drawable if bucket not in drawn}
             result[f"{metrics.PREFIX}starving_buckets"] = float(len(starving))
-        self._figures, self._losses = [], StepLosses()
+        self._figures, self._sums = [], {}
         return result
 
     def rollouts(
         self, fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTrajectory] | None
     ) -> dict[str, float]:
-        """Return ``metrics.rollout_metrics`` and the number of rows of demonstrations.
+        """Return ``metrics.fresh_metrics`` and the number of rows of demonstrations.
 
         Args:
             fresh: the rollouts made.
@@ -216,10 +184,8 @@ class ReplayFigures:
         """
         histories = self._histories if replayed is None else replayed
         refused, self._histories, self._refused = self._refused, [], {}
-        figures = refused | metrics.rollout_metrics(fresh, histories, self._manager.rules.success_threshold)
+        figures = refused | metrics.fresh_metrics(fresh, self._manager.rules.success_threshold)
         self._demonstrations = sum(row_count(trajectory) for trajectory in histories if is_demonstration(trajectory))
-        counts = {"rollouts": len(fresh) + len(histories), "replayed_rollouts": len(histories)}
-        figures |= {metrics.PREFIX + name: float(count) for name, count in counts.items()}
         if histories:
             figures[f"{metrics.PREFIX}demonstration_rows"] = float(self._demonstrations)
         return figures
@@ -240,43 +206,6 @@ class ReplayFigures:
             if step >= self._quiet_until.get(kind, 0):
                 self._quiet_until[kind] = step + WARN_EVERY
                 logger.warning("experience replay: %s", message)
-
-
-class StepLosses:
-    """Accumulates the losses of one step over their tokens."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._by: dict[tuple[str, int], LabelSums] = {}
-        self._losses: list[float] = []
-        self._kl = 0.0
-
-    def add(self, loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Tensor) -> None:
-        """Add the result of ``het_compute_token_on_off_policy_loss`` for some rows, and their masks, [M, R]."""
-        sums = token_sums(loss, response_mask, exp_mask)
-        pg_loss, kl = torch.stack([loss["pg_loss"].detach(), loss["ppo_kl"]]).tolist()
-        self._losses.append(pg_loss)
-        self._kl += kl * (sums["on_tokens"] + sums["off_tokens"])
-        self._sums = added([self._sums, sums])
-
-    def add_labels(self, kind: str, sums: Mapping[int, LabelSums]) -> None:
-        """Add sums of replayed rows by ``kind`` of label: their age, or the difficulty of their task."""
-        for label, label_sum in sums.items():
-            before = self._by.get((kind, label))
-            self._by[kind, label] = label_sum if before is None else before.plus(label_sum)
-
-    def figures(self) -> dict[str, float]:
-        """Return the figures of all losses so far; empty if there was none."""
-        result = figures_of(self._sums)
-        if self._losses:
-            result[f"{metrics.PREFIX}pg_loss"] = fmean(self._losses)
-        if total := self._sums.get("on_tokens", 0.0) + self._sums.get("off_tokens", 0.0):
-            result[f"{metrics.PREFIX}ppo_kl"] = self._kl / total
-        for (kind, label), label_sum in self._by.items():
-            result[f"{metrics.PREFIX}off_clipped_by_{kind}/{label}"] = label_sum.clip_fraction
-            if (size := label_sum.effective_sample_size) is not None:
-                result[f"{metrics.PREFIX}off_effective_sample_size_by_{kind}/{label}"] = size
-        return result
 
 
 class ReplayWatch:

@@ -47,7 +47,7 @@ from trainer_hooks.replay.prompts import Message, RowPrompts, prompt_of
 from trainer_hooks.replay.rows import whole_sessions
 from trainer_hooks.replay.store import BufferStore
 from trainer_hooks.trained import StepRecorder
-from trajstore._core.base.arguments import finite, path_or_url, share, whole
+from trajstore._core.base.arguments import path_or_url, share, whole
 from trajstore._core.base.closing import Closing, of_no_use_when_closed
 from trajstore.errors import ConfigurationError
 from trajstore.ledger import LEDGER_FOLDER
@@ -335,9 +335,7 @@ class ReplayHook(Closing, Generic[Task]):
         """Return the masks of a batch's tokens for the entropy term and the KL term: ``masks.regularizer_masks``."""
         return regularizer_masks(batch.tensors["response_mask"], batch.tensors["exp_mask"])
 
-    def loss_computed(
-        self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor, cliprange_low: float
-    ) -> None:
+    def loss_computed(self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor) -> None:
         """Record one loss computation, for the ledger and the figures over all tokens that :meth:`step_done` returns.
 
         Args:
@@ -345,14 +343,12 @@ class ReplayHook(Closing, Generic[Task]):
             rows: the M rows of the batch in this loss.
             loss: from ``het_compute_token_on_off_policy_loss``.
             advantages: [M, R], as given to it.
-            cliprange_low: as given to it.
         """
-        finite("cliprange_low", cliprange_low, 0)
         if self._recorder is not None:
             self._recorder.loss_computed(batch, rows, loss, advantages)
         if (replay := self._replay) is not None:
             with replay.figures.times.measure("loss_computed"):
-                replay.figures.note_loss(batch, rows, loss, advantages, cliprange_low, self.config.off_cliprange_high)
+                replay.figures.note_loss(batch, rows, loss, advantages)
 
     def watch(self, figures: Mapping[str, float]) -> None:
         """Warn of bad figures of the loss, under the names of ``token_sums.figures_of``."""
@@ -408,7 +404,6 @@ class ReplayHook(Closing, Generic[Task]):
             extras = batch.non_tensors["extras"]
             figures = self.rollouts_done(
                 completed,
-                batch.non_tensors["task_ids"].tolist(),
                 [row_extras["is_experience_replay"] for row_extras in extras],
                 [row_extras["policy_version"] for row_extras in extras],
                 asked,
@@ -434,7 +429,6 @@ class ReplayHook(Closing, Generic[Task]):
     def rollouts_done(
         self,
         done: Sequence[AgentTrajectory],
-        task_ids: Sequence[str],
         is_experience_replay: Sequence[bool],
         policy_versions: Sequence[int | None],
         asked: Mapping[str, int] | None = None,
@@ -445,7 +439,6 @@ class ReplayHook(Closing, Generic[Task]):
         Args:
             done: the rollouts made, with ``old_log_probs``, ``entropys`` and ``response_mask`` of the policy that
                 sampled them; not changed.
-            task_ids: for every row of the batch.
             is_experience_replay: for every row of the batch.
             policy_versions: for every row of the batch; None = unknown.
             asked: number of requested rollouts, by task; ``None`` = those of the newest :meth:`before_rollout`.
@@ -456,7 +449,7 @@ class ReplayHook(Closing, Generic[Task]):
             InvalidTrajectoryError: a rollout lacks its task, or was handed over already in this step.
             StoreWriteError: the pool's store could not write.
         """
-        check_lengths(task_ids=task_ids, is_experience_replay=is_experience_replay, policy_versions=policy_versions)
+        check_lengths(is_experience_replay=is_experience_replay, policy_versions=policy_versions)
         replay, done = self._replay, whole_sessions(done, strict=False)
         if replay is None:
             return {}
@@ -466,8 +459,7 @@ class ReplayHook(Closing, Generic[Task]):
             self._handed_over.note(replay.manager.global_steps, done)
             figures |= replay.figures.rollouts(done, replayed)
             replay.manager.flush()
-        taken = replay.figures.take(task_ids, is_experience_replay, policy_versions)
-        return metrics.shown({**taken, **replay.collate.metrics, **figures}, self.config.figures)
+        return {**replay.figures.take(is_experience_replay, policy_versions), **replay.collate.metrics, **figures}
 
     def admit(self, done: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> dict[str, float]:
         """Admit the rollouts of one step to the pool; return the refused share. Part of :meth:`step_done`.

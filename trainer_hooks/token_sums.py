@@ -6,8 +6,7 @@ figures are computed once, at the end.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,8 +26,6 @@ _SIDE_SUMS = ("tokens", "ratio", *_TOKEN_MEANS, "kl")
 
 SUMS = (*(f"{side}_{name}" for side in SIDES for name in _SIDE_SUMS), "off_ratio_squared", "off_near_zero")
 EXTREMES = ("on_ratio_max", "off_ratio_max", "on_ratio_min", "off_ratio_min")
-
-Label = TypeVar("Label", bound=Hashable)
 
 
 @torch.no_grad()
@@ -128,73 +125,6 @@ def effective_sample_size(tokens: float, ratio: float, ratio_squared: float) -> 
         ratio_squared: sum of their squares.
     """
     return ratio**2 / (ratio_squared * tokens) if ratio_squared else None
-
-
-class LabelSums(NamedTuple):
-    """Sums over the replayed tokens of the rows of one label."""
-
-    tokens: float
-    clipped: float
-    """Tokens at which the clip range changes the loss: ``A > 0, r > 1 + h`` or ``A < 0, r < 1 - l``."""
-    ratio: float
-    ratio_squared: float
-
-    def plus(self, other: LabelSums) -> LabelSums:
-        """Return the sum of both."""
-        return LabelSums(*(one + more for one, more in zip(self, other, strict=True)))
-
-    @property
-    def clip_fraction(self) -> float:
-        """Share of the tokens that are clipped, in [0, 1]."""
-        return self.clipped / self.tokens
-
-    @property
-    def effective_sample_size(self) -> float | None:
-        """See :func:`effective_sample_size`."""
-        return effective_sample_size(self.tokens, self.ratio, self.ratio_squared)
-
-
-@torch.no_grad()
-def label_sums(
-    labels: Sequence[Label | None],
-    importance_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cliprange_low: float,
-    cliprange_high: float,
-) -> dict[Label, LabelSums]:
-    """Return the sums of the rows of every label. Synchronizes with the device once.
-
-    Labels are the age of each row's policy, or the bucket of its task; the sums show which history has become useless.
-
-    Args:
-        labels: one per row; rows with ``None`` are left out.
-        importance_ratio: [B, R].
-        advantages: [B, R].
-        mask: [B, R], nonzero on tokens that count.
-        cliprange_low: l.
-        cliprange_high: h of the rows' side.
-
-    Returns:
-        Label -> sums, in order of first appearance; labels without a token are left out.
-
-    Raises:
-        ConfigurationError: not one label per row.
-    """
-    if len(labels) != len(importance_ratio):
-        raise ConfigurationError(f"labels: {len(labels)} entries for {len(importance_ratio)} rows")
-    counted = mask.bool()
-    above = (advantages > 0) & (importance_ratio > 1.0 + cliprange_high)
-    below = (advantages < 0) & (importance_ratio < 1.0 - cliprange_low)
-    ratio = torch.where(counted, _in_range(importance_ratio), 0.0)
-    columns = (counted, (above | below) & counted, ratio, ratio.square())
-    per_row = torch.stack([column.sum(dim=-1, dtype=torch.float64) for column in columns], dim=-1).tolist()
-    totals: dict[Label, LabelSums] = {}
-    for label, values in zip(labels, per_row, strict=True):
-        sums = LabelSums(*values)
-        if label is not None and sums.tokens:
-            totals[label] = totals[label].plus(sums) if label in totals else sums
-    return totals
 
 
 def _in_range(ratio: Tensor) -> Tensor:

@@ -379,7 +379,7 @@ class ReferenceTrainer:
         objective.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
         self._optimizer.step()
-        self.hook.loss_computed(batch, part.tolist(), loss, advantages[part], config.cliprange_low)
+        self.hook.loss_computed(batch, part.tolist(), loss, advantages[part])
         return loss["pg_loss"].item()
 
     @torch.no_grad()

@@ -31,7 +31,7 @@ HOUSEHOLD = replace(SORT, environment="household")
 
 def replay(**changes: Any) -> ExperienceReplayConfig:
     """Return a configuration that replays from the first step with a non-empty pool."""
-    return ExperienceReplayConfig(**{"enable": True, "figures": "all", **changes})
+    return ExperienceReplayConfig(**{"enable": True, **changes})
 
 
 def environment(config: TrainerConfig) -> Environment:

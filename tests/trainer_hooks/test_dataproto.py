@@ -90,9 +90,7 @@ def some_rows() -> list[BatchRow]:
 
 
 def make_hook(**options: Any) -> ReplayHook[str]:
-    return ReplayHook(
-        ExperienceReplayConfig(**{"enable": True, "figures": "all", **options}), n_rollout=8, get_task=str
-    )
+    return ReplayHook(ExperienceReplayConfig(**{"enable": True, **options}), n_rollout=8, get_task=str)
 
 
 def replaced(rows: list[BatchRow]) -> Any:

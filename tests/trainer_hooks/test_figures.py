@@ -8,7 +8,6 @@ import logging
 import math
 import re
 from pathlib import Path
-from typing import Literal
 
 import orjson
 import pytest
@@ -17,16 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples.test_hook import TASKS, N, begin_step, do_step, hook, roll_out
-from tests.pages import FIGURES, explained_figures, unexplained
+from tests.pages import explained_figures, unexplained
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import STARVING_STEPS, warnings_of
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
-from trainer_hooks.metrics import MAIN, PREFIX, batch_metrics, record_metrics
+from trainer_hooks.metrics import PREFIX, batch_metrics, record_metrics
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay import Refusal
-from trainer_hooks.token_sums import added, figures_of, label_sums, token_sums
-from trajstore.errors import ConfigurationError
+from trainer_hooks.token_sums import added, figures_of, token_sums
 
 LOSS = "experience_replay/loss/"
 """Prefix of the sums that verl's micro-batches report as input of the figures."""
@@ -93,9 +91,9 @@ def test_demonstrations_have_the_policys_log_probs_and_are_not_rows_of_unknown_a
 # ---- docs/howto/replay_figures.md lists all figures ----
 
 
-def names_of_a_run(figures: Literal["main", "all"]) -> set[str]:
+def names_of_a_run() -> set[str]:
     """Return figure names of a run with demonstrations, losses and background drawing."""
-    config = ExperienceReplayConfig(enable=True, task_sampling="similar", prepare_in_background=True, figures=figures)
+    config = ExperienceReplayConfig(enable=True, task_sampling="similar", prepare_in_background=True)
     names: set[str] = set()
     with ReplayHook(config, n_rollout=N, get_task=str, task_text=str) as replay:
         made = roll_out([PlannedTask(task, 1, ()) for task in TASKS], step=0)
@@ -108,7 +106,7 @@ def names_of_a_run(figures: Literal["main", "all"]) -> set[str]:
             loss = het_compute_token_on_off_policy_loss(
                 old, current, advantages, *masks, cliprange=0.2, **replay.loss_options
             )
-            replay.loss_computed(batch, range(len(old)), loss, advantages, 0.2)
+            replay.loss_computed(batch, range(len(old)), loss, advantages)
             names |= replay.step_done(batch, fresh, current, torch.full_like(current, 0.5)).keys()
     return names
 
@@ -135,27 +133,12 @@ def names_in_the_code(root: Path) -> set[str]:
 
 
 def test_the_page_of_figures_has_every_figure(project_root: Path) -> None:
-    names = names_of_a_run("all") | names_in_the_code(project_root)
+    names = names_of_a_run() | names_in_the_code(project_root)
     assert {"experience_replay/similar_tasks", "recording/lost", "experience_replay/tasks_at_difficulty/<n>"} <= names
     assert unexplained(names - {f"{PREFIX}{kind}/<n>" for kind in ("refused", "histories_refused", "seconds")}) == set()
     assert unexplained(f"refused/{reason.value}" for reason in Refusal) == set()
     explained = {f"{PREFIX}{name}" for name in explained_figures() if name.endswith("_mean")}
     assert explained - names == set(), "figures that do not exist"
-
-
-def test_a_step_reports_the_figures_of_the_first_table() -> None:
-    names = {name.removeprefix(PREFIX) for name in names_of_a_run("main") if "refused/" not in name}
-    assert names <= MAIN
-    table = FIGURES.read_text().partition("\n## The figures\n")[2].partition("\n## ")[0]
-    first_column = {
-        name
-        for line in table.splitlines()
-        if line.startswith("| `")
-        for name in re.findall(r"`([^`]+)`", line.split("|")[1])
-    }
-    assert first_column == MAIN | {"refused/<reason>", "histories_refused/<reason>"}
-    assert len(first_column) == 26
-    assert names >= MAIN
 
 
 # -- Loss figures against plain Python over the tokens, for one loss and for several --
@@ -204,28 +187,14 @@ def test_nan_is_seen_wherever_it_came() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratios", "expected"),
-    [
-        (torch.ones(4), 1.0),
-        (torch.tensor([math.inf, 1.0, 1.0, 1.0]), 0.25),
-        (torch.full((4,), 1e300, dtype=torch.float64), 1.0),
-        (torch.zeros(4), None),
-    ],
+    ("ratios", "expected"), [([1.0] * 4, 1.0), ([math.inf, 1.0, 1.0, 1.0], 0.25), ([1e300] * 4, 1.0), ([0.0] * 4, None)]
 )
-def test_effective_sample_size_at_the_edges(ratios: torch.Tensor, expected: float | None) -> None:
-    ratio = ratios[None]
-    size = label_sums(["all"], ratio, ratio, torch.ones(1, 4), 0.2, 1.0)["all"].effective_sample_size
+def test_effective_sample_size_at_the_edges(ratios: list[float], expected: float | None) -> None:
+    ratio = torch.tensor([ratios], dtype=torch.float64)
+    names = (f"{side}_{name}" for side in ("on", "off") for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower"))
+    loss = {"importance_ratio": ratio, **dict.fromkeys(names, torch.tensor(0.0))}
+    size = figures_of(token_sums(loss, torch.ones(1, 4), torch.ones(1, 4))).get(f"{PREFIX}off_effective_sample_size")
     assert size == (None if expected is None else pytest.approx(expected))
-
-
-def test_clip_fraction_by_age() -> None:
-    ratio = torch.tensor([[1.0, 2.5, 0.5], [2.5, 2.5, 0.5], [1.0, 1.0, 1.0], [9.0, 9.0, 9.0]])
-    advantages = torch.tensor([[1.0, 1.0, 1.0], [-1.0, 0.0, -1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 0], [1, 1, 1]])
-    sums = label_sums([3, 3, 5, None], ratio, advantages, mask, 0.2, 1.0)
-    assert {label: label_sum.clip_fraction for label, label_sum in sums.items()} == {3: pytest.approx(2 / 6)}
-    with pytest.raises(ConfigurationError, match="labels"):
-        label_sums([3], ratio, advantages, mask, 0.2, 1.0)
 
 
 def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
@@ -249,14 +218,14 @@ def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
             loss = het_compute_token_on_off_policy_loss(
                 old_part, current_part, advantages_part, response_mask, exp_mask, 0.2, **replay.loss_options
             )
-            replay.loss_computed(batch, part, loss, advantages_part, 0.2)
+            replay.loss_computed(batch, part, loss, advantages_part)
         metrics = replay.step_done(batch, fresh, current, torch.full_like(current, 0.5))
         valid, off = masks[0].bool(), masks[0].bool() & masks[1].bool()
         assert metrics[f"{PREFIX}off_policy_share"] == int(off.sum()) / int(valid.sum())
-        beginnings = tuple(PREFIX + beginning for beginning in ("on_", "off_", "ppo_kl"))
+        beginnings = tuple(PREFIX + beginning for beginning in ("on_", "off_"))
         figures.append({name: value for name, value in metrics.items() if name.startswith(beginnings)})
     whole, *cut = figures
-    assert {f"{PREFIX}off_effective_sample_size_by_age/2", f"{PREFIX}on_ppo_kl", f"{PREFIX}ppo_kl"} <= whole.keys()
+    assert {f"{PREFIX}off_effective_sample_size", f"{PREFIX}on_ppo_kl"} <= whole.keys()
     for item in cut:
         assert item == pytest.approx(whole, rel=1e-5)
 
@@ -295,21 +264,17 @@ def test_record_metrics() -> None:
     off_policy = torch.tensor([[1, 1, 1], [0, 0, 1]])
     assert record_metrics(current, recorded, recorded_mask, off_policy) == pytest.approx(
         {
-            "experience_replay/recorded_share": 3 / 4,
             "experience_replay/recorded_difference_mean": (0.5 + 0.0 + 3.0) / 3,
             "experience_replay/recorded_difference_max": 3.0,
         }
     )
     assert record_metrics(current, recorded, recorded_mask, torch.zeros(2, 3)) == {}
-    nothing_recorded = record_metrics(current, recorded, torch.zeros(2, 3, dtype=torch.bool), off_policy)
-    assert nothing_recorded == {"experience_replay/recorded_share": 0.0}
+    assert record_metrics(current, recorded, torch.zeros(2, 3, dtype=torch.bool), off_policy) == {}
 
 
 def test_batch_metrics() -> None:
-    metrics = batch_metrics(["a", "a", "b", "c", "c"], [True, False, False, True, True], [3, 10, 10, None, 7], 10)
+    metrics = batch_metrics([True, False, False, True, True], [3, 10, 10, None, 7], 10)
     assert metrics == {
-        "experience_replay/experience_tasks": 2.0,
-        "experience_replay/tasks": 3.0,
         "experience_replay/replayed_rows": 3.0,
         "experience_replay/rows": 5.0,
         "experience_replay/age_mean": 5.0,
@@ -317,6 +282,6 @@ def test_batch_metrics() -> None:
         "experience_replay/age_min": 3.0,
         "experience_replay/age_unknown_rows": 1.0,
     }
-    assert "experience_replay/age_mean" not in batch_metrics(["a"], [False], [9], 10)
-    mixed = batch_metrics(["a", "b", "c"], [True] * 3, [None, None, 11], 10, demonstrations=1)
+    assert "experience_replay/age_mean" not in batch_metrics([False], [9], 10)
+    mixed = batch_metrics([True] * 3, [None, None, 11], 10, demonstrations=1)
     assert mixed["experience_replay/age_unknown_rows"] == 2.0

@@ -94,7 +94,6 @@ def test_keys_of_configurations_are_refused_by_name(kind: type[Any]) -> None:
         ("replay_hook.loss_computed", {"rows": [0, 2]}),
         ("replay_hook.loss_computed", {"rows": [-1, 0]}),
         ("replay_hook.loss_computed", {"rows": [0]}),
-        ("replay_hook.rollouts_done", {"task_ids": ["a"]}),
         ("replay_hook.rollouts_done", {"policy_versions": []}),
         ("filled.get_offpolicy_batch", {"tasks": "ab"}),
         ("EndpointSummarizer", {"most_rollouts": 0}),

@@ -47,7 +47,7 @@ def do(replay: ReplayHook[str], step: int) -> None:
         masks = (batch.tensors["response_mask"][rows], batch.tensors["exp_mask"][rows, -current.shape[1] :])
         old = current[rows] - 0.5
         loss = het_compute_token_on_off_policy_loss(old, current[rows], advantages[rows], *masks, cliprange=0.2)
-        replay.loss_computed(batch, rows, loss, advantages[rows], 0.2)
+        replay.loss_computed(batch, rows, loss, advantages[rows])
     replay.step_done(
         batch, fresh, current, torch.ones_like(current), data={"position": step}, seeds={"torch": 5}, config={"lr": 3}
     )

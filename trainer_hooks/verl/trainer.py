@@ -25,7 +25,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import collate_fn
 
-from trainer_hooks.metrics import shown
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay.contract import fingerprint_of
 from trainer_hooks.verl import dataplane
@@ -206,7 +205,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         batch = super()._update_actor(batch, metrics)
         if self._block.masks_rows:
             figures = take_figures(metrics)
-            metrics.update(shown(figures, self._block.experience_replay.figures))
+            metrics.update(figures)
             self._session.hook.watch(figures)
         algorithm, data = self.config.algorithm, self.config.data
         seeds = {"data": data.get("seed"), "mini_batches": self.config.actor_rollout_ref.actor.get("data_loader_seed")}

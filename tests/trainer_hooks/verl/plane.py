@@ -189,7 +189,7 @@ def new_session(
     **options: Any,
 ) -> ReplaySession:
     """Return a session of four tasks that replays one history of each by default; the caller closes it."""
-    values: dict[str, Any] = {"enable": True, "exp_ratio": 1.0, "offpolicy_trajectories_per_task": 1, "figures": "all"}
+    values: dict[str, Any] = {"enable": True, "exp_ratio": 1.0, "offpolicy_trajectories_per_task": 1}
     values |= options
     block = ReplayBlock(
         experience_replay=ExperienceReplayConfig(**values),

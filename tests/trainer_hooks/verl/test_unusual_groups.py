@@ -74,8 +74,6 @@ def test_histories_join_before_groups_are_filtered_and_every_rollout_is_recorded
     assert (metrics["recording/rollouts"], metrics["recording/dropped"]) == (6, 2)
     assert metrics["recording/dropped_successes"] == 2
     assert metrics["experience_replay/fresh_score_mean"] == pytest.approx(2 / 6)
-    assert metrics["experience_replay/replayed_score_mean"] == 1.0
-    assert metrics["experience_replay/mixed_score_mean"] == pytest.approx(4 / 8)
     assert "sums:1" not in {item.task for item in session.plan(TASKS, 0.5, 3) if item.histories}, "it is solved"
     session.close()
     second = [item for item in plane.recorded(tmp_path) if item.metadata["step"] == 2]
