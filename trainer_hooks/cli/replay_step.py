@@ -19,9 +19,8 @@ POLICIES = {"verl": "trainer_hooks.steps.hugging_face:HuggingFacePolicy"}
 
 
 def _configure(parser: ArgumentParser) -> None:
-    parser.add_argument("store", metavar="RUN", nargs="?", help="store of all rollouts, with its ledger; path or URL")
-    parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="number of the step")
-    parser.add_argument("--from-bundle", metavar="FOLDER", help="recompute a bundle instead of a run")
+    parser.add_argument("store", metavar="RUN", help="store of all rollouts, with its ledger; path or URL")
+    parser.add_argument("step", metavar="STEP", type=int, help="number of the step")
     parser.add_argument(
         "--checkpoint", metavar="PATH", help="the step before's (verl: with hf_model); recompute log-probs and loss"
     )
@@ -30,42 +29,32 @@ def _configure(parser: ArgumentParser) -> None:
         metavar="MODULE:CLASS",
         help="class that makes the policy of a checkpoint, called with (path, step, options) (default: by trainer)",
     )
-    parser.add_argument("--bundle", metavar="FOLDER", help="write the step as a bundle into this new folder")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
 
 def _run(options: Namespace, out: Output) -> int:
     from dataclasses import asdict
 
-    from trainer_hooks.steps import read_bundle, recompute, step_inputs, with_log_probs, write_bundle
+    from trainer_hooks.steps import recompute, step_inputs, with_log_probs
 
-    if (options.from_bundle is None) == (options.store is None) or (options.store is None) != (options.step is None):
-        raise ConfigurationError("replay-step: give either RUN and STEP, or --from-bundle FOLDER")
     if options.policy is not None and options.checkpoint is None:
         raise ConfigurationError("--policy: has no effect without --checkpoint")
-    if options.from_bundle is not None:
-        inputs, source = read_bundle(options.from_bundle), options.from_bundle
-    else:
-        with ProgressBar("reading", sys.stderr) as bar:
-            inputs, source = step_inputs(options.store, options.step, bar), options.store
+    with ProgressBar("reading", sys.stderr) as bar:
+        inputs = step_inputs(options.store, options.step, bar)
     if options.checkpoint is not None:
         policy = _policy(inputs, options.checkpoint, options.policy)
         with ProgressBar("recomputing", sys.stderr) as bar:
             inputs = with_log_probs(inputs, policy, bar)
-    if options.bundle is not None:
-        write_bundle(inputs, options.bundle)
     report = recompute(inputs)
     if options.json:
-        out.json(asdict(report) | {"problems": report.problems, "bundle": options.bundle})
+        out.json(asdict(report) | {"problems": report.problems})
         return 1 if report.problems else 0
-    out.problems(report.problems, f"{source}: ")
+    out.problems(report.problems, f"{options.store}: ")
     out.line(
-        f"{source}: step {report.step}, {counted(report.rows, 'row')} in {counted(report.groups, 'group')}, "
+        f"{options.store}: step {report.step}, {counted(report.rows, 'row')} in {counted(report.groups, 'group')}, "
         f"{report.replayed:,} of them replayed"
     )
     out.table([(check.name, _shown(check)) for check in report.checks])
-    if options.bundle is not None:
-        out.line(f"bundle: {options.bundle}")
     return 1 if report.problems else 0
 
 
@@ -101,8 +90,7 @@ COMMAND = Command(
     description=(
         "Rebuild the batch of a recorded training step from the store of all rollouts and its ledger, and compare "
         "rollouts, masks, rewards, advantages, weights and importance ratios with the ledger. With the checkpoint of "
-        "the step before, also recompute log-probs, importance ratios and loss terms. --bundle writes "
-        "the step as a folder that --from-bundle recomputes on another machine, without the run, a GPU, Ray or verl. "
+        "the step before, also recompute log-probs, importance ratios and loss terms. "
         "Exit code 0 = equal, 1 = a difference or damage, 2 = no such step, or rollouts are not stored."
     ),
     configure=_configure,

@@ -1,20 +1,13 @@
-"""The inputs of a recorded training step: from its ledger and the store of its rollouts, or from a bundle.
-
-A bundle is a folder that another machine can recompute without the run; see ``docs/design/ledger.md``.
-"""
+"""The inputs of a recorded training step: from its ledger and the store of its rollouts."""
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -24,16 +17,7 @@ from trainer_hooks.plan import rows_of_rollout
 from trainer_hooks.replay.late_values import SCORE, with_training
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.columns.facts import GIVEN, RECORDED, session_of
-from trajstore._core.files.base import EncodedFile
-from trajstore._core.files.local import LocalDirectory
-from trajstore.errors import (
-    ConfigurationError,
-    CorruptStoreError,
-    StoreNotFoundError,
-    TrajectoryUnavailableError,
-    UnsupportedVersionError,
-    counted,
-)
+from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUnavailableError, counted
 from trajstore.ledger import LEDGER_FOLDER, TrainedStep, read
 from trajstore.trajectory import AgentTrajectory
 
@@ -42,11 +26,6 @@ TOLERANCES: Mapping[str, float] = {"advantages": 1e-6, "log-probs": 1e-4, "ratio
 
 HALF_PRECISION: Mapping[str, float] = {**TOLERANCES, "log-probs": 0.1, "ratios": 0.1, "loss": 0.02}
 """The same for a policy in bfloat16 or float16: other kernels round its logits, with 8 or 11 bits, differently."""
-
-FORMAT_VERSION = 1
-"""Version of bundles."""
-
-_MANIFEST, _SUM, _TENSORS = "manifest.json", "manifest.json.sha256", "tensors.npz"
 
 TENSORS = ("input_ids", "attention_mask", "position_ids", "loss_mask", "exp_mask", "response_mask", "step_ids")
 """The batch's tensors, as :func:`~trainer_hooks.batch.build_batch` makes them."""
@@ -234,73 +213,3 @@ def _outcome(trajectory: AgentTrajectory) -> float:
         return math.nan if recorded["outcome"] is None else float(recorded["outcome"])
     outcome = None if trajectory.reward is None else trajectory.reward.outcome
     return math.nan if outcome is None else float(outcome)
-
-
-def write_bundle(inputs: StepInputs, folder: str | Path) -> None:
-    """Write a step durably into a new or empty folder.
-
-    Raises:
-        ConfigurationError: the folder is not empty.
-        OSError: a file could not be written; names it.
-    """
-    directory = LocalDirectory(Path(folder))
-    directory.create()
-    if names := directory.names():
-        raise ConfigurationError(f"{folder}: is not empty (has {names[0]}); a bundle needs a folder of its own")
-    arrays = io.BytesIO()
-    np.savez(arrays, allow_pickle=False, **{name: tensor.numpy() for name, tensor in inputs.tensors.items()})
-    tensors = arrays.getvalue()
-    content = {
-        "format": "trajstore-step",
-        "version": FORMAT_VERSION,
-        "files": {_TENSORS: {"bytes": len(tensors), "sha256": hashlib.sha256(tensors).hexdigest()}},
-        "tolerances": dict(inputs.tolerances),
-        "rows": [dict(row) for row in inputs.rows],
-        "record": inputs.step.to_json(None),
-    }
-    manifest = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
-    for name, data in ((_TENSORS, tensors), (_MANIFEST, manifest), (_SUM, _sum_of(manifest))):
-        directory.publish([EncodedFile(name, [data])])
-
-
-def read_bundle(folder: str | Path) -> StepInputs:
-    """Read a bundle; every byte of its files is checked. Executes no code of them.
-
-    Raises:
-        StoreNotFoundError: the folder has no complete bundle.
-        CorruptStoreError: a byte differs from the one written; names the file.
-        UnsupportedVersionError: it was written by a later version.
-    """
-    manifest = _file(folder, _MANIFEST)
-    if _file(folder, _SUM) != _sum_of(manifest):
-        raise CorruptStoreError(f"{folder}: {_MANIFEST} does not have the checksum in {_SUM}: one of them is damaged")
-    try:
-        content: dict[str, Any] = json.loads(manifest)
-        if content["format"] != "trajstore-step":
-            raise ValueError(f"format {content['format']!r}")
-        if content["version"] != FORMAT_VERSION:
-            raise UnsupportedVersionError(
-                f"{folder}: version {content['version']}, this program reads {FORMAT_VERSION}"
-            )
-        stated = content["files"][_TENSORS]
-        data = _file(folder, _TENSORS)
-        if len(data) != stated["bytes"] or hashlib.sha256(data).hexdigest() != stated["sha256"]:
-            raise CorruptStoreError(f"{folder}: {_TENSORS} does not have the checksum in {_MANIFEST}: it is damaged")
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-        step = TrainedStep.from_json(content["record"], f"{folder}/{_MANIFEST}")
-        return StepInputs(step, tensors, content["rows"], content["tolerances"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptStoreError(f"{folder}/{_MANIFEST}: not the manifest of a step: {error}") from error
-
-
-def _file(folder: str | Path, name: str) -> bytes:
-    try:
-        return (Path(folder) / name).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise StoreNotFoundError(f"{folder}: has no {name}, so it is no complete bundle of replay-step") from None
-
-
-def _sum_of(manifest: bytes) -> bytes:
-    """Return the line of ``sha256sum`` for the manifest."""
-    return f"{hashlib.sha256(manifest).hexdigest()}  {_MANIFEST}\n".encode()
