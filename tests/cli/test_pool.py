@@ -161,7 +161,8 @@ def test_a_store_of_rollouts_can_be_seeded(run: Run, tmp_path: Path) -> None:
     with closing(BufferStore.open(tmp_path / "run")) as store:
         manager = ExperienceManager(PoolRules(n_rollout=4), store=store)
         assert (store.is_recording, len(manager)) == (True, 4)
-        manager.rerate(lambda one: 0.0)
+        ExperienceManager(manager.rules).save_experience_pool_to_disk(tmp_path / "empty")
+        manager.load_experience_pool_from_disk(tmp_path / "empty")
         manager.flush()
         assert (len(manager), len(store.ids())) == (0, 19)
 

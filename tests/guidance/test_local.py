@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.guidance.loopback import Loopback, send
 from tests.guidance.rollouts import rollout
 from tools.crash.forked import forking
-from trainer_hooks.guidance import EndpointSummarizer, Experience, ExtractiveSummarizer, LocalMaker, MakerError
+from trainer_hooks.guidance import Experience, ExtractiveSummarizer, LocalMaker, MakerError
 from trainer_hooks.replay import BufferStore
 from trajstore.errors import StoreWriteError
 from trajstore.trajectory import AgentTrajectory
@@ -123,62 +120,3 @@ def test_sigkill_while_summarizing_loses_nothing_acknowledged_and_doubles_nothin
     for number in acknowledged[:3]:
         assert f"reply {number}" in maker.retrieve(f"task {number}", 1).text
     store.close()
-
-
-# -- A language model behind an OpenAI-compatible endpoint as summarizer --
-
-
-SAID = 'Here it is:\n```json\n{"when_to_use": "looking for a cup", "experience": "go {kitchen}"}\n```'
-
-
-class Endpoint(Loopback):
-    """Answers chat calls with ``content``; records requests."""
-
-    def __init__(self) -> None:
-        self.content: Any = SAID
-        self.bodies: list[Any] = []
-        self.keys: list[str | None] = []
-        super().__init__()
-        self.url += "/v1"
-
-    def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
-        self.bodies.append(body)
-        self.keys.append(handler.headers["Authorization"])
-        status = 200 if handler.path == "/v1/chat/completions" else 404
-        send(handler, status, {"choices": [{"message": {"content": self.content}}]})
-
-
-@pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    with Endpoint() as made:
-        yield made
-
-
-def test_the_model_reads_tries_with_their_scores_and_its_answer_is_an_experience(endpoint: Endpoint) -> None:
-    maker = LocalMaker(summarizer=EndpointSummarizer(endpoint.url, "m", api_key="secret", most_rollouts=2))
-    tries = [rollout("cup", f"go {number}", number / 4, str(number)) for number in range(5)]
-    assert maker.summarize([*tries, rollout("book", "?", None)]) == 1, "a task without outcomes is not asked for"
-    [body] = endpoint.bodies
-    assert endpoint.keys == ["Bearer secret"]
-    assert body["model"] == "m"
-    prompt = body["messages"][0]["content"]
-    assert "Score 1.0" in prompt
-    assert "Score 0.0" in prompt
-    assert "Score 0.5" not in prompt
-    assert "go {kitchen}" in maker.retrieve("cup", 1).text
-
-
-@pytest.mark.parametrize(
-    "content", ["no object", '{"when_to_use": "x"}', '{"when_to_use": "", "experience": "x"}', None, 3]
-)
-def test_an_answer_without_an_experience_is_garbage(endpoint: Endpoint, content: Any) -> None:
-    endpoint.content = content
-    with pytest.raises(MakerError, match="holds no experience") as caught:
-        EndpointSummarizer(endpoint.url, "m")([rollout("cup", "go", 1.0)])
-    assert caught.value.kind == "garbage"
-
-
-def test_another_address_is_refused(endpoint: Endpoint) -> None:
-    with pytest.raises(MakerError, match="HTTP 404") as caught:
-        EndpointSummarizer(endpoint.url + "/x", "m")([rollout("cup", "go", 1.0)])
-    assert caught.value.kind == "refused"

@@ -257,9 +257,12 @@ def test_a_pool_chooses_among_recorded_rollouts(tmp_path: Path) -> None:
         buffer.points.save(1000, {})
         with pytest.raises(StoreNotFoundError, match="without an experience pool"):
             again.load_state_dict({**state, "point": buffer.points.saved[-1].name})
+    empty = tmp_path.with_name("empty")
+    ExperienceManager(RULES).save_experience_pool_to_disk(empty)
     with closing(BufferStore.open(tmp_path)) as opened:  # as an import does
         manager = ExperienceManager(RULES, store=opened)
-        assert manager.rerate(lambda one: 0.0) == 0
+        manager.load_experience_pool_from_disk(empty)
+        assert len(manager) == 0
         manager.flush()
         assert opened.ids() == [0, 1, 2, 3, 4], "rollouts that are recorded are not evicted"
 

@@ -124,24 +124,6 @@ def test_a_pool_that_was_corrected_is_saved_and_resumed_as_any(tmp_path: Path) -
 PLAIN = PoolRules(n_rollout=4)
 
 
-def filled(store: BufferStore | None = None) -> ExperienceManager:
-    manager = ExperienceManager(PLAIN, store=store)
-    manager.save_trajectories_to_memory([build(task, tokens) for task in "ab" for tokens in (1, 2)])
-    manager.flush()
-    return manager
-
-
-def test_outcomes_can_be_given_anew() -> None:
-    store = BufferStore()
-    filled(store)
-    manager = ExperienceManager(PLAIN, store=store)
-    assert manager.rerate(lambda one: 1.0 if one.rollout_id in ("a/1", "b/2") else 0.3) == 2
-    held = {
-        task: [history.rollout_id for history in histories] for task, histories in manager.task2trajectories.items()
-    }
-    assert held == {"a": ["a/1"], "b": ["b/2"]}
-
-
 @pytest.mark.parametrize("way", ["rollouts", "restart", "checkpoint", "files"])
 def test_another_tokenizer_is_refused(tmp_path: Path, way: str) -> None:
     store = BufferStore()

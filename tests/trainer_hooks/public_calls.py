@@ -110,7 +110,6 @@ def good(folder: Path) -> dict[str, Any]:
         "messages": MESSAGES,
         "mixed": MixedTasks(("a",), ("b",)),
         "mode": "sample",
-        "model": "x",
         "pad_token_id": 0,
         "plan": [PlannedTask("a", 2, ())],
         "policy_versions": [1, None],
@@ -186,7 +185,7 @@ def calls_of_functions(folder: Path) -> Iterator[tuple[str, Callable[[], Call]]]
     known = good(folder)
     calls: tuple[tuple[Callable[..., Any], dict[str, Any]], ...] = (
         *((target, {}) for target in (experience.ExperienceMixCollateFn, experience.rows_of_messages)),
-        *((target, {}) for target in (guidance.EMClient, guidance.EndpointSummarizer, guidance.UpdateQueue)),
+        *((target, {}) for target in (guidance.EMClient, guidance.UpdateQueue)),
         *((target, {}) for target in (guidance.TrajExpConfig, assign_group_ids, build_batch, to_tensordict)),
         *((target, {}) for target in (replace_recorded_old_log_probs, compute_grpo_outcome_advantage)),
         (guidance.ExperienceWorker, {"maker": None, "template": TEMPLATE}),

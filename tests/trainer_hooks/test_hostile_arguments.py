@@ -96,7 +96,6 @@ def test_keys_of_configurations_are_refused_by_name(kind: type[Any]) -> None:
         ("replay_hook.loss_computed", {"rows": [0]}),
         ("replay_hook.rollouts_done", {"policy_versions": []}),
         ("filled.get_offpolicy_batch", {"tasks": "ab"}),
-        ("EndpointSummarizer", {"most_rollouts": 0}),
         ("UpdateQueue", {"capacity": 0}),
         ("ExperienceWorker", {"retrieve_top_k": 0}),
         ("compute_grpo_outcome_advantage", {"response_mask": torch.ones(2, 1)}),

@@ -4,7 +4,7 @@ Imports run downward: ``manager``, ``worker`` → ``local``, ``client`` → ``su
 → ``context``. ``docs/design/experience.md`` has a diagram of the data flow.
 """
 
-from trainer_hooks.guidance.client import EMClient, EndpointSummarizer
+from trainer_hooks.guidance.client import EMClient
 from trainer_hooks.guidance.context import (
     EXPERIENCE_TEMPLATE,
     ExperienceTemplate,
@@ -28,7 +28,6 @@ __all__ = [
     "EXPERIENCE_TEMPLATE",
     "AllocationRules",
     "EMClient",
-    "EndpointSummarizer",
     "Experience",
     "ExperienceMaker",
     "ExperienceTemplate",

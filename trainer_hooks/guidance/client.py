@@ -1,4 +1,4 @@
-"""``EMClient``: a ReMe service as the maker of experience; ``EndpointSummarizer``: a language model as summarizer.
+"""``EMClient``: a ReMe service as the maker of experience.
 
 There are two services named ReMe, and both answer 200 to most failures. An answer is accepted only if it has the form
 of a success; the text of a failure is never returned as an experience.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import threading
 import time
 import weakref
@@ -17,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, Literal, get_args
 
-from trainer_hooks.guidance.maker import NOTHING, Experience, MakerError, Retrieved
-from trainer_hooks.guidance.summary import query_of, rated, text_of, unicode_of
+from trainer_hooks.guidance.maker import NOTHING, MakerError, Retrieved
+from trainer_hooks.guidance.summary import rated, text_of, unicode_of
 from trajstore._core.base import locks
 from trajstore._core.base.arguments import one_of, seconds, whole
 from trajstore._core.base.closing import Closing
@@ -34,18 +33,11 @@ _RETRIED = ("connection", "server")
 _RESTING = ("connection", "server", "timeout")
 _ROLES = ("system", "user", "assistant")
 
-PROMPT = (
-    "Below are tries of one task with their scores; 1 is a success. Say in a few sentences what the next try should do"
-    ' and what it should avoid. Answer with a JSON object {"when_to_use": "...", "experience": "..."} and nothing else.'
-)
-"""Default instructions of :class:`EndpointSummarizer`."""
-
-_OBJECT = re.compile(r"\{.*\}", re.DOTALL)
-
 _MOST_BYTES = 16 * 1024 * 1024
 """Size limit of an answer."""
 
 _SHOWN = 200
+_JSON = {"Content-Type": "application/json"}
 
 
 class JsonClient(Closing):
@@ -70,22 +62,20 @@ class JsonClient(Closing):
         start_thread(threading.Thread(target=self._loop.run_forever, name="guidance-http", daemon=True))
         weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
 
-    def post(self, url: str, body: Any, timeout: float, headers: Mapping[str, str] | None = None) -> Any:
+    def post(self, url: str, body: Any, timeout: float) -> Any:
         """POST JSON and return the JSON answer.
 
         Args:
             url: http or https.
             body: sent as JSON.
             timeout: seconds for the whole call.
-            headers: in addition to the content type.
 
         Raises:
             MakerError: ``timeout``; ``connection`` (refused, reset, no such host); ``server`` (status 5xx); ``refused``
                 (any other status than 200, with the beginning of its text); ``garbage`` (not JSON, or too long);
                 ``closed`` (during the call).
         """
-        sent = {"Content-Type": "application/json", **(headers or {})}
-        call = asyncio.run_coroutine_threadsafe(self._answer(url, json.dumps(body).encode(), timeout, sent), self._loop)
+        call = asyncio.run_coroutine_threadsafe(self._answer(url, json.dumps(body).encode(), timeout), self._loop)
         try:
             status, text = call.result()
         except CancelledError:
@@ -111,15 +101,12 @@ class JsonClient(Closing):
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
 
-    async def _answer(self, url: str, data: bytes, timeout: float, headers: dict[str, str]) -> tuple[int, bytes]:
+    async def _answer(self, url: str, data: bytes, timeout: float) -> tuple[int, bytes]:
         """Return status and body; runs in the loop like :meth:`_end`, so that no call starts after it."""
         if self._closed:
             raise MakerError("closed", f"{url}: the client was closed")
         text = bytearray()
-        async with (
-            asyncio.timeout(timeout),
-            self._client.stream("POST", url, content=data, headers=headers) as response,
-        ):
+        async with asyncio.timeout(timeout), self._client.stream("POST", url, content=data, headers=_JSON) as response:
             async for part in response.aiter_bytes():
                 text += part
                 if len(text) > _MOST_BYTES:
@@ -288,91 +275,6 @@ class EMClient:
             self._failures = self._failures + 1 if failed else 0
             rest = self._rest * 2 ** min(self._failures - 1, 4) if failed else 0.0
             self._rest_until = time.monotonic() + rest
-
-
-class EndpointSummarizer(Closing):
-    """One experience for each task, written by a language model behind an OpenAI-compatible endpoint.
-
-    Args:
-        base_url: of the endpoint, including ``/v1``.
-        model: name of the model there.
-        api_key: sent as a bearer token if not empty.
-        prompt: the instructions; the rollouts follow.
-        timeout: seconds for one answer.
-        most_rollouts: maximum number of a task's rollouts in a prompt: half of them the best, half the worst.
-        most_characters: maximum length of each rollout.
-
-    Raises:
-        ConfigurationError: an argument is out of range.
-    """
-
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        api_key: str = "",
-        prompt: str = PROMPT,
-        timeout: float = 60.0,
-        most_rollouts: int = 4,
-        most_characters: int = 4000,
-    ) -> None:
-        self._url = f"{_address(base_url)}/chat/completions"
-        self._model = model
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._prompt = prompt
-        self._timeout = seconds("timeout", timeout)
-        self._most_rollouts = whole("most_rollouts", most_rollouts, 1)
-        self._most_characters = whole("most_characters", most_characters, 1)
-        self._http = JsonClient()
-
-    def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
-        """Return the experience that the model writes; empty if no rollout has an outcome.
-
-        Raises:
-            MakerError: the endpoint could not be reached, or its answer holds no such object.
-        """
-        shown = sorted(rated(rollouts), key=lambda pair: pair[0], reverse=True)
-        if not shown:
-            return []
-        worst = self._most_rollouts // 2
-        if len(shown) > self._most_rollouts:
-            shown[self._most_rollouts - worst : len(shown) - worst] = []
-        tries = "\n\n".join(f"Score {outcome}:\n{self._text(rollout)}" for outcome, rollout in shown)
-        message = {"role": "user", "content": f"{self._prompt}\n\n{tries}"}
-        request = {"model": self._model, "messages": [message], "stream": False}
-        fields = self._experience_in(self._http.post(self._url, request, self._timeout, self._headers))
-        score, best = shown[0]
-        return [
-            Experience(
-                when_to_use=fields["when_to_use"],
-                content=fields["experience"],
-                query=best.query or query_of(best.messages),
-                task_id=best.task_id,
-                score=score,
-                sources=tuple(rollout.rollout_id for _, rollout in shown),
-            )
-        ]
-
-    def close(self) -> None:
-        """Cancel a running call, and refuse new ones."""
-        self._http.close()
-
-    def _text(self, rollout: AgentTrajectory) -> str:
-        text = "\n".join(f"{message.get('role')}: {text_of(message)}" for message in rollout.messages)
-        return text[: self._most_characters]
-
-    def _experience_in(self, body: Any) -> dict[str, str]:
-        try:
-            match = _OBJECT.search(body["choices"][0]["message"]["content"])
-            fields = json.loads(match.group() if match else "")
-            result = {key: fields[key] for key in ("when_to_use", "experience")}
-            if not all(isinstance(value, str) and value.strip() for value in result.values()):
-                raise ValueError("when_to_use and experience must be texts")
-            "".join(result.values()).encode()  # unpaired surrogates raise an error
-        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
-            raise MakerError("garbage", f"{self._url}: the answer holds no experience: {error!r}") from error
-        return result
 
 
 def _address(base_url: str) -> str:

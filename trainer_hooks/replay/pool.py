@@ -45,7 +45,7 @@ from trainer_hooks.replay.store import BufferStore
 from trajstore._core.base.arguments import truth, whole, whole_or_none
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError, counted
 from trajstore.interop.rollouts import rollout_of, row_of
-from trajstore.trajectory import AgentTrajectory, Reward
+from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:
     from trajstore.query import Query
@@ -564,31 +564,6 @@ class ExperienceManager:
         }
 
     # ---- changes and persistence ----
-
-    def rerate(self, outcome: Callable[[AgentTrajectory], float | None]) -> int:
-        """Give every trajectory a new outcome after a change of the reward function; return how many stay.
-
-        Trajectories that are no longer worth keeping by ``save_filter`` leave the pool. Buckets and skip set stay as
-        they are; the next step of a task corrects them.
-
-        Args:
-            outcome: returns the new outcome of a trajectory, a copy; ``None`` = unknown, which is no success.
-
-        Raises:
-            StoreWriteError: the store could not write; nothing was changed.
-        """
-        rated = []
-        for held in self._held().values():
-            for trajectory in copy.deepcopy(held):
-                reward = replace(trajectory.reward or Reward(), outcome=outcome(trajectory))
-                rated.append(replace(trajectory, reward=reward))
-        fresh = PoolState.of_document(self._state.to_document())
-        plan = plan_admissions(
-            {}, [trajectory for trajectory in rated if is_worth_keeping(trajectory, self.rules)], self.rules
-        )
-        self._ledger.replace(fresh, plan, self._generator)
-        self._refuse(plan.refused)
-        return len(self)
 
     def flush(self) -> None:
         """Save the pool as a point of its store, in which it would survive a crash exactly as it is now.
