@@ -51,7 +51,6 @@ from trajstore.errors import (
 from trajstore.interop.chat_form import IMAGES, in_chat_form
 from trajstore.interop.episodes import Joiner, Part
 from trajstore.interop.formats import UNREADABLE, Format, Item, Kind, Second, Selection, Source, Writer, damaged, logger
-from trajstore.operations.measure import NEAR
 from trajstore.operations.opening import open_readable
 from trajstore.operations.verification import Progress
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
@@ -92,7 +91,6 @@ class Converted:
         cannot_carry: fields that the format loses, as it declares them.
         lost: those of them that a converted trajectory had.
         written: number of rollouts or episodes written.
-        may_lack_start: numbers in the target, from 0, of episodes that may have begun in blocks that are not there.
         left_out: number of trajectories of the other kind.
         not_chosen: numbers of rollouts that were left out by their outcomes or images, by reason.
         changed: numbers of messages that were put into OpenAI's chat form, and of what has no place there.
@@ -106,7 +104,6 @@ class Converted:
     target: str
     cannot_carry: tuple[str, ...]
     written: int = 0
-    may_lack_start: list[int] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     left_out: int = 0
     not_chosen: Mapping[str, int] = field(default_factory=dict)
@@ -313,11 +310,10 @@ def _stored(
         kind: of what is converted.
         there: ids that were chosen, of both kinds: a block whose predecessor is none of them may begin in an episode.
     """
-    joiner, done = Joiner(), 0
+    joiner, done, gaps = Joiner(), 0, 0
 
     def item(part: Part) -> Item:
-        lacks = partial(joiner.may_lack_start, part.since) if part.since < NEAR else None
-        return Item(part.key, lambda: part.trajectory, done, part.facts, lacks)
+        return Item(part.key, lambda: part.trajectory, done, part.facts)
 
     for done, row in enumerate(rows, start=1):
         number, key = row["trajectory_id"], f"trajectory {shown_id(row['trajectory_id'])}"
@@ -326,18 +322,25 @@ def _stored(
             yield Item(key, lambda number=number: reader.get(number), done, facts)  # type: ignore[misc]
             continue
         follows = own_id(number) == 0 or number - 1 in there
+        gaps += not follows
         if not follows and not joiner.crosses:
             with suppress(TrajstoreError, OSError):
                 if isinstance(left_out := reader.get(number - 1), Trajectory):
                     joiner.look(left_out)
         try:
             whole = reader.get(number)
-            parts = list(joiner.add(key, whole, facts, follows=follows)) if isinstance(whole, Trajectory) else []
+            parts = list(joiner.add(key, whole, facts)) if isinstance(whole, Trajectory) else []
         except (TrajstoreError, OSError) as error:
             yield damaged(key, str(error), done)
             continue
         yield from map(item, parts)
     yield from map(item, joiner.rest())
+    if gaps and joiner.crosses:
+        logger.warning(
+            "convert: %s on blocks that are not there (evicted, or not chosen), in which episodes may have begun; if "
+            "so, their returns and lengths are those of the rest",
+            counted(gaps, "block", "follows", "follow"),
+        )
 
 
 def _have_late_values(reader: Reader, rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -373,35 +376,25 @@ def _write(form: Format, source: Source, writer: Writer, result: Converted, prog
         ConfigurationError: none can be written; says why.
     """
     lost: set[str] = set()
-    starts: list[tuple[int, Callable[[], bool]]] = []
 
-    def encoded() -> Iterator[tuple[Any, int, int, Callable[[], bool] | None]]:
+    def encoded() -> Iterator[tuple[Any, int, int]]:
         for item in source.items:
             try:
                 trajectory = item.load()
                 for part in trajectory if isinstance(trajectory, tuple) else (trajectory,):
                     names = (name for name, _ in _leaves(part) if name not in form.carries)
                     lost.update(filter(None, (_field_of(name, result.cannot_carry) for name in names)))
-                yield writer.encode(trajectory, item.facts), _nbytes(trajectory), item.done, item.may_lack_start
+                yield writer.encode(trajectory, item.facts), _nbytes(trajectory), item.done
             except (TrajstoreError, OSError) as error:
                 result.problems[item.key] = str(error)
 
     for portion, _ in portions(encoded(), _PORTION_BYTES, lambda entry: entry[1], most=_PORTION_ITEMS):
         writer.append([content for content, *_ in portion])
-        unsure = ((place, may_lack) for place, (*_, may_lack) in enumerate(portion) if may_lack is not None)
-        starts += [(result.written + place, may_lack) for place, may_lack in unsure]
         result.written += len(portion)
         progress(portion[-1][2], source.total)
     if result.problems and not result.written:
         raise ConfigurationError(f"{result.target}: nothing could be converted: {listed(result.reasons(), 3)}")
     result.lost = [name for name in result.cannot_carry if name in lost]
-    if numbers := [number for number, may_lack in starts if may_lack()]:
-        result.may_lack_start = numbers
-        logger.warning(
-            "convert: %s: %s may have begun in blocks that are not there (evicted, or not chosen); if so, their "
-            "returns and lengths are those of the rest: %s (`may_lack_start` in the result and in --json)",
-            *(result.target, counted(len(numbers), "episode"), listed(map(str, numbers), 20)),
-        )
     writer.finish()
 
 

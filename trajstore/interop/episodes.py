@@ -35,14 +35,12 @@ class Part:
         trajectory: its steps ``[n, 1, ...]``.
         facts: of the block in which it begins.
         block: number of the newest block with steps of it.
-        since: number of blocks since an absent one in which it may have begun; NEAR or more: none.
     """
 
     key: str
     trajectory: Trajectory
     facts: Mapping[str, Any]
     block: int = 0
-    since: int = NEAR
 
 
 class Joiner:
@@ -55,25 +53,22 @@ class Joiner:
         self._waiting: list[Part] = []
         """In the order in which they began."""
         self._open: dict[bytes, Part] = {}
-        self._blocks = self._gap = 0
-        self._reach = 1
+        self._blocks = 0
         self.crosses = False  # whether a block was open at its end
 
-    def add(self, key: str, block: Trajectory, facts: Mapping[str, Any], *, follows: bool = True) -> Iterator[Part]:
+    def add(self, key: str, block: Trajectory, facts: Mapping[str, Any]) -> Iterator[Part]:
         """Add a block; yield the episodes that are complete.
 
         Args:
             key: names it.
             block: its steps.
             facts: of it.
-            follows: no block between it and the one before is absent.
 
         Raises:
             InvalidTrajectoryError: a field has neither T nor T + E rows.
         """
         border, found = _border(block), list(episodes_of(block))
         self._blocks += 1
-        self._gap = self._gap if follows else self._blocks
         begun = {} if border is None else {environment: seen for seen, environment in border.first.items()}
         goes_on = {} if border is None else {environment: seen for seen, environment in border.open.items()}
         before = {environment: self._open.pop(seen, None) for environment, seen in begun.items()}
@@ -81,13 +76,10 @@ class Joiner:
         for number, (environment, episode) in enumerate(found):
             part = Part(f"{key}, episode {number}", episode, facts, self._blocks)
             earlier = before.pop(environment, None)
-            reach = 0 if earlier is None else self._blocks - earlier.block
             if environment not in newest and earlier is not None and _append(earlier, part, key):
-                part, self._reach = earlier, max(self._reach, reach)
+                part = earlier
             else:
                 self._waiting.append(part)
-                if border is not None and self._gap and environment not in newest:
-                    part.since = self._blocks - self._gap
             newest[environment] = part
         is_open = not all(has_ended(part.trajectory) for part in newest.values())
         self.crosses |= is_open
@@ -116,10 +108,6 @@ class Joiner:
     def rest(self) -> Iterator[Part]:
         """Yield the episodes that still wait."""
         yield from self._waiting
-
-    def may_lack_start(self, since: int) -> bool:
-        """Return whether the start of a part with this ``since`` may be absent; known after the last block."""
-        return self.crosses and since < self._reach
 
 
 def has_ended(episode: Trajectory) -> bool:

@@ -60,14 +60,12 @@ class Item:
             if it is damaged.
         done: part of the source's ``total`` that ends with this item.
         facts: of a store's trajectory: ``trajectory_id`` and ``committed``.
-        may_lack_start: whether an episode may have begun in an absent block; known after the last item.
     """
 
     key: str
     load: Callable[[], Any]
     done: int
     facts: Mapping[str, Any] = field(default_factory=dict)
-    may_lack_start: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
