@@ -587,7 +587,7 @@ class ReplayTrainer:
     ) -> list[AgentTrajectory]:
         """Return the best histories of each task that has candidates, by entropy under the current policy.
 
-        Only histories whose choice depends on entropy are scored. If scoring fails, the saved entropy decides; the
+        Only tasks with more histories than are drawn are scored. If scoring fails, the saved entropy decides; the
         failure is logged.
         """
         self.exp_manager.current_entropy = self._entropies

@@ -153,7 +153,7 @@ class ReplayParts(Generic[Task]):
         """Return the histories of tasks, drawn now or by the thread."""
         if self.executor is None:
             drawn = self.collate.get_histories(tasks)
-            self.figures.note_drawn(drawn, replaying=self.collate.replaying, asked=self.collate.asked_share)
+            self.figures.note_drawn(drawn, self.collate.asked_share)
             return {task: tuple(held) for task, held in drawn.items()}
         counts = self.collate.count_histories(tasks)
         self.pending = pending = self.executor.submit(self._draw, tasks)
@@ -179,7 +179,7 @@ class ReplayParts(Generic[Task]):
         finally:
             if pending.done():  # False after Ctrl-C
                 self.pending = None
-        self.figures.note_drawn(drawn, replaying=self.collate.replaying, asked=self.collate.asked_share)
+        self.figures.note_drawn(drawn, self.collate.asked_share)
 
     def close(self) -> None:
         """End the thread, and log the tasks that still wait."""

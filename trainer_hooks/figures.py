@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -53,9 +52,6 @@ EMPTY_STEPS = 10
 ZERO_LOSS_STEPS = 10
 """Consecutive steps with a loss of exactly 0 on replayed tokens after which a warning is logged."""
 
-STARVING_STEPS = 20
-"""A bucket starves if its tasks could be replayed but were not drawn in this many steps."""
-
 
 def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
     """Return warnings about a step's figures (names of ``trainer_hooks.metrics``), by kind.
@@ -100,7 +96,7 @@ def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
 
 
 class ReplayFigures:
-    """Collects one step's figures of replay, and the draws of the last steps.
+    """Collects one step's figures of replay.
 
     Args:
         manager: of the pool.
@@ -118,23 +114,15 @@ class ReplayFigures:
         self._demonstrations = 0
         self._asked = 0.0
 
-    def note_drawn(self, histories: Mapping[str, Sequence[AgentTrajectory]], *, replaying: bool, asked: float) -> None:
-        """Record the histories of this step, and which buckets could be and were drawn.
+    def note_drawn(self, histories: Mapping[str, Sequence[AgentTrajectory]], asked: float) -> None:
+        """Record the histories of this step.
 
         Args:
             histories: the drawn histories, by task.
-            replaying: whether replay has begun; before, no bucket can be drawn.
             asked: share of the batch's rows that the configuration would have replayed.
         """
         self._asked = asked
         self._histories = [trajectory for held in histories.values() for trajectory in held]
-        if replaying:
-            buckets = self._manager.difficulty2task_dict
-            bucket_of = {task: difficulty for difficulty, held in buckets.items() for task in held}
-            drawable = Counter(bucket_of[task] for task in self._manager.get_valid_replay_task_ids())
-            drawn = Counter(bucket_of[task] for task, held in histories.items() if held)
-            # Kept with the pool, so that a resumed run goes on counting; plain containers for checkpoints.
-            self._manager.draws = [*self._manager.draws, (dict(drawable), dict(drawn))][-STARVING_STEPS:]
 
     def note_joined(self, histories: list[AgentTrajectory], refused: Mapping[str, int]) -> None:
         """Record the histories in the batch, and the number of those drawn that are not, by reason."""
@@ -165,11 +153,6 @@ class ReplayFigures:
         result |= metrics.batch_metrics(
             is_experience_replay, policy_versions, self._manager.global_steps, self._demonstrations
         )
-        draws = self._manager.draws
-        if len(draws) == STARVING_STEPS:
-            drawn = {bucket for _, step_drawn in draws for bucket in step_drawn}
-            starving = {bucket for drawable, _ in draws for bucket in drawable if bucket not in drawn}
-            result[f"{metrics.PREFIX}starving_buckets"] = float(len(starving))
         self._figures, self._sums = [], {}
         return result
 

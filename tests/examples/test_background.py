@@ -25,11 +25,10 @@ from trajstore.trajectory import AgentTrajectory
     [
         {"use_current_policy_entropy": True, "task_sampling": "similar"},
         pytest.param(
-            {"exp_select_mode": "random", "policy_versions": "spread", "in_turns": True, "max_uses": 2},
-            marks=pytest.mark.campaign,
+            {"exp_select_mode": "random", "policy_versions": "spread", "in_turns": True}, marks=pytest.mark.campaign
         ),
     ],
-    ids=["scored, similar", "spread, used up"],
+    ids=["scored, similar", "spread, in turns"],
 )
 def test_a_run_with_histories_drawn_in_the_background_equals_one_without(
     make: Train, tmp_path: Path, options: dict[str, Any]

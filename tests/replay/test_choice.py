@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tests.replay.conftest import build
 from tests.sampling.chance import fits
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
-from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of, mean_entropy, token_digest
-from trainer_hooks.replay.selection import choose_histories, choose_to_save, undecided
+from trainer_hooks.replay.entry import Refusal, entry_of, mean_entropy, token_digest
+from trainer_hooks.replay.selection import choose_to_save
 from trajstore.errors import TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory
 
@@ -33,33 +33,6 @@ def drawn(manager: ExperienceManager, n: int = 1) -> list[int]:
         for history in manager.get_offpolicy_batch(["a"], n)
         if history.input_ids is not None
     ]
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.sampled_from([None, 1, 2])), max_size=8),
-    st.randoms(use_true_random=False),
-    st.sampled_from(["argmin", "argmax", "reward", "random"]),
-    st.sampled_from(["any", "spread"]),
-    st.booleans(),
-    st.integers(0, 9),
-)
-def test_entropies_of_what_nothing_else_decides_choose_as_all_entropies_do(
-    histories: list[tuple[int, int | None]], random: Any, mode: Any, versions: Any, in_turns: bool, n: int
-) -> None:
-    rules = PoolRules(n_rollout=8, exp_select_mode=mode, policy_versions=versions, in_turns=in_turns)
-    saved, current = ([float(entropy) for entropy in random.sample(range(100), len(histories))] for _ in range(2))
-    entries = [PoolEntry(at, "a", saved[at], 1.0, version, b"") for at, (_, version) in enumerate(histories)]
-    uses = [count for count, _ in histories]
-    scored = undecided(entries, n, rules, uses)
-    some = [current[at] if at in scored else saved[at] for at in range(len(histories))]
-    by_all, by_some = (
-        choose_histories(entries, n, rules, uses=uses, entropies=values, generator=np.random.default_rng(0))
-        for values in (current, some)
-    )
-    assert set(by_all) == set(by_some)
-    if mode in ("random", "reward") or n >= len(histories):
-        assert not scored, "outcome or chance decide, or all come out"
 
 
 def test_at_random_every_order_is_as_likely_and_the_seed_decides() -> None:
@@ -103,31 +76,13 @@ def test_policy_versions_spread_over_the_batch() -> None:
     assert len({history.policy_version for history in two_each}) >= 3
 
 
-@pytest.mark.parametrize(
-    "rules", [{"max_uses": 2}, {"in_turns": True, "max_uses": 2}, {"exp_select_mode": "random", "max_uses": 2}]
-)
-def test_a_task_whose_histories_are_used_up_is_no_longer_drawn(rules: dict[str, Any]) -> None:
-    manager = pool(**rules)
-    rollouts = [build(tokens=t, outcome=float(t < 3)) for t in range(8)]
-    manager.admit(rollouts)
-    seen = Counter[int]()
-    while manager.get_valid_replay_task_ids():
-        seen.update(drawn(manager, 2))
-    assert seen == {0: 2, 1: 2, 2: 2}
-    assert drawn(manager, 2) == []
-    assert "max_uses = 2" in manager.why_nothing()
-    other = pool(**rules)
-    other.load_state_dict(manager.state_dict())
-    assert other.get_valid_replay_task_ids() == []
-
-
 def test_a_history_that_left_the_pool_and_came_again_begins_anew(tmp_path: Path) -> None:
     """Use counts end with the entry: in a running, a rolled-back and a crashed pool."""
     store = BufferStore.open(tmp_path)
-    manager = ExperienceManager(PoolRules(n_rollout=8, in_turns=True, max_uses=2), store=store)
-    partly, solved = ([build(tokens=t, outcome=float(t < most)) for t in range(8)] for most in (1, 8))
+    manager = ExperienceManager(PoolRules(n_rollout=8, in_turns=True), store=store)
+    partly, solved = ([build(tokens=t, outcome=float(t < most)) for t in range(8)] for most in (2, 8))
     manager.admit(partly)
-    assert [drawn(manager), drawn(manager), drawn(manager)] == [[0], [0], []]
+    assert [drawn(manager), drawn(manager), drawn(manager)] == [[0], [1], [0]]
     manager.admit(solved)
     cut = manager.state_dict()
     manager.flush()
@@ -138,7 +93,7 @@ def test_a_history_that_left_the_pool_and_came_again_begins_anew(tmp_path: Path)
     for other in (resumed, crashed):
         other.admit(partly)
     for pool in (manager, resumed, crashed):
-        assert [drawn(pool), drawn(pool), drawn(pool)] == [[0], [0], []]
+        assert [drawn(pool), drawn(pool), drawn(pool)] == [[0], [1], [0]]
     store.close()
 
 

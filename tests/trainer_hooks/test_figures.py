@@ -9,7 +9,6 @@ import math
 import re
 from pathlib import Path
 
-import orjson
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from tests.examples.test_hook import TASKS, N, begin_step, do_step, hook, roll_out
 from tests.pages import explained_figures, unexplained
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.figures import STARVING_STEPS, warnings_of
+from trainer_hooks.figures import warnings_of
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.metrics import PREFIX, batch_metrics, record_metrics
@@ -51,30 +50,6 @@ def test_a_run_of_the_defaults_is_not_told_to_replay_more(caplog: pytest.LogCapt
     assert "ask for 25.0% of the rows" in caplog.text
 
 
-def test_starving_buckets_are_counted_on_after_a_resume() -> None:
-    """A run resumed after fifteen steps logs the same at step twenty as an uninterrupted one."""
-    name = "experience_replay/starving_buckets"
-    replay = hook(replay_difficulty=1)
-    do_step(replay, 1, tasks=["a"], successes=2)
-    for step in range(2, 16):
-        *_, metrics = do_step(replay, step, tasks=["b", "c"], successes=1)
-        assert name not in metrics
-    saved = orjson.dumps(replay.manager.state_dict(), option=orjson.OPT_NON_STR_KEYS)  # as verl's checkpoints have it
-    resumed = hook(replay_difficulty=1)
-    resumed.resume(orjson.loads(saved), 15)
-    for step in range(16, 21):
-        assert name not in metrics
-        *_, metrics = do_step(resumed, step, tasks=["b", "c"], successes=1)
-    assert metrics[name] == 1.0
-
-
-def test_no_bucket_starves_before_replay_begins() -> None:
-    replay = hook(replay_start_ratio=0.9)
-    for step in range(1, 30):
-        *_, metrics = do_step(replay, step)
-    assert "experience_replay/starving_buckets" not in metrics
-
-
 def test_demonstrations_have_the_policys_log_probs_and_are_not_rows_of_unknown_age() -> None:
     replay = hook()
     made = roll_out([PlannedTask(task, 1, ()) for task in TASKS], step=0)
@@ -98,7 +73,7 @@ def names_of_a_run() -> set[str]:
     with ReplayHook(config, n_rollout=N, get_task=str, task_text=str) as replay:
         made = roll_out([PlannedTask(task, 1, ()) for task in TASKS], step=0)
         replay.manager.seed([dataclasses.replace(rollout, metadata={"demonstration": True}) for rollout in made])
-        for step in range(1, STARVING_STEPS + 2):
+        for step in range(1, 4):
             batch, fresh, current = begin_step(replay, step)
             old = replay.log_probs_computed(batch, current)
             masks = (batch.tensors["response_mask"], batch.tensors["exp_mask"])

@@ -113,8 +113,6 @@ class ExperienceMixCollateFn(Generic[Task]):
         self.metrics: dict[str, float] = {}
         """Metrics of the newest call: experience tasks, whether there was nothing to replay, waiting and unknown tasks;
         with ``task_sampling: similar`` also the tasks drawn by similarity."""
-        self.replaying = False
-        """Whether replay had begun in the newest call."""
         self.asked_share = 0.0
         """Share of the batch's rows that the newest call would have replayed from a pool with enough tasks."""
         self._manager = exp_manager
@@ -292,7 +290,6 @@ class ExperienceMixCollateFn(Generic[Task]):
         return [task for task in waiting_tasks if task is not None]
 
     def _note(self, experience: int, *, replaying: bool) -> None:
-        self.replaying = replaying
         self.metrics = {
             "experience_replay/experience_tasks": float(experience),
             "experience_replay/nothing_to_replay": float(replaying and not experience),

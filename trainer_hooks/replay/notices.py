@@ -149,7 +149,6 @@ def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: 
     unplaced = sum(task not in state.buckets and task not in state.skip for task in held)
     barred = len(held) - skipped - unplaced
     limits = f"max_policy_age = {rules.max_policy_age}, min_reward = {rules.min_reward}"
-    limits += "" if rules.max_uses is None else f", max_uses = {rules.max_uses}"
     too_long = sum(is_too_long(entry, rules) for entry in state.all_entries())
     limits += f", {counted(too_long, 'trajectory')} too long" if too_long else ""
     corrected = sum(entry.is_corrected for entry in state.all_entries())

@@ -38,9 +38,8 @@ from trainer_hooks.replay.selection import (
     outcome_refusal,
     plan_admissions,
     rollouts_to_keep,
-    undecided,
 )
-from trainer_hooks.replay.state import Draws, PoolState, replayed_copy, set_generator_state, with_pool_facts
+from trainer_hooks.replay.state import PoolState, replayed_copy, set_generator_state, with_pool_facts
 from trainer_hooks.replay.store import BufferStore
 from trajstore._core.base.arguments import truth, whole, whole_or_none
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError, counted
@@ -376,9 +375,9 @@ class ExperienceManager:
         """Return up to ``num_trajectories_per_task`` different histories of each task, task by task, best first.
 
         They are the best by ``exp_select_mode`` (with ``in_turns``, among the least often drawn). Entropy is that under
-        the current policy, if the rules and :attr:`current_entropy` provide it, else the saved one. Only histories
-        whose choice depends on entropy are scored (``undecided``). Each call counts as one use of every returned
-        history. Returns copies, marked ``metadata["is_experience_replay"]``.
+        the current policy, if the rules and :attr:`current_entropy` provide it, else the saved one; only tasks with
+        more histories than are drawn are scored. Each call counts as one use of every returned history. Returns copies,
+        marked ``metadata["is_experience_replay"]``.
 
         Args:
             tasks: task ids, or objects with a ``task_id``.
@@ -482,15 +481,6 @@ class ExperienceManager:
     def refused(self) -> Counter[str]:
         """Number of refused trajectories so far, by reason (see ``Refusal``)."""
         return self._state.refused
-
-    @property
-    def draws(self) -> Draws:
-        """Draws of the newest steps, for a figure; kept in checkpoints."""
-        return self._state.draws
-
-    @draws.setter
-    def draws(self, value: Draws) -> None:
-        self._state.draws = value
 
     @property
     def left(self) -> Counter[str]:
@@ -691,7 +681,6 @@ class ExperienceManager:
             dict.fromkeys(contents.skip_uid_set),
             global_steps=self.global_steps,
             refused=self.refused,
-            draws=self.draws,
             fingerprint=check_trajectories(held, self._state.fingerprint),
         )
         self._go_on_with(fresh, held, directory, self._generator, unreadable=contents.unreadable)
@@ -768,13 +757,11 @@ class ExperienceManager:
         return {entry.trajectory_id: value for (entry, _), value in zip(records, values, strict=True)}
 
     def _undecided(self, tasks: Sequence[str], n: int) -> list[PoolEntry]:
-        """Return the entries whose entropy decides whether they are among the ``n`` of their task."""
-        result: list[PoolEntry] = []
-        for task in tasks:
-            entries = self._state.eligible(task, self.rules, self.training_step)
-            places = undecided(entries, n, self.rules, self._state.uses_of(entries))
-            result += [entries[place] for place in places]
-        return result
+        """Return the entries whose entropy may decide whether they are among the ``n`` of their task."""
+        if self.rules.exp_select_mode not in ("argmin", "argmax") or not n:
+            return []
+        held = (self._state.eligible(task, self.rules, self.training_step) for task in tasks)
+        return [entry for entries in held if len(entries) > n for entry in entries]
 
     def _order(self, task: str, n: int, scores: Mapping[int, float], versions: Counter[int | None]) -> list[PoolEntry]:
         """Return up to ``n`` entries of a task, best first.

@@ -33,7 +33,6 @@ class PoolOptions(Settings):
         policy_versions: ``spread``: histories are drawn from different policy versions. Each is the best of the version
             that the batch has fewest of so far. All unknown versions count as one.
         in_turns: whether a task's trajectories take turns: the least often drawn come first, and the best among these.
-        max_uses: maximum number of draws of a trajectory; ``None`` = no limit.
         max_trajectories_per_task: trajectories kept per task, chosen by ``exp_select_mode``.
         max_policy_age: training steps after which a trajectory is no longer drawn. A trajectory whose version is
             unknown, or newer than the current step, has no known age and is not drawn either.
@@ -56,7 +55,6 @@ class PoolOptions(Settings):
     exp_select_mode: SelectMode = "argmin"
     policy_versions: PolicyVersions = "any"
     in_turns: bool = False
-    max_uses: Count | None = None
     max_trajectories_per_task: Count = 10
     max_policy_age: Whole | None = None
     min_reward: Number | None = None

@@ -319,7 +319,7 @@ def choose_histories(
         rules: define the best.
         uses: number of draws of each; used with ``in_turns``.
         entropies: of each, in nats: the sort key, unless the rules use the outcome. ``None`` = unknown, after all
-            others. Those of :func:`undecided` are compared only with one another.
+            others.
         generator: of ``exp_select_mode: random``; otherwise unused.
         versions_drawn: number of histories of each policy version in the batch so far, for ``policy_versions: spread``.
     """
@@ -337,24 +337,6 @@ def choose_histories(
     if rules.policy_versions == "any":
         return order[:n]
     return _spread(order, n, entries, Counter(versions_drawn))
-
-
-def undecided(entries: Sequence[PoolEntry], n: int, rules: PoolRules, uses: Sequence[int]) -> list[int]:
-    """Return the indices of entries whose entropy alone decides whether they are among the ``n`` chosen.
-
-    Empty if there are no more than ``n``, or if number of draws, outcome or chance decides. The arguments are those of
-    :func:`choose_histories`.
-    """
-    if rules.exp_select_mode not in ("argmin", "argmax") or not 0 < n < len(entries):
-        return []
-    counts = uses if rules.in_turns else [0] * len(entries)
-    alike = Counter(counts)
-    if rules.policy_versions == "spread":  # any entry may be chosen, depending on the versions in the batch
-        return [place for place, count in enumerate(counts) if alike[count] > 1]
-    last = sorted(counts)[n - 1]
-    if sum(count <= last for count in counts) == n:
-        return []
-    return [place for place, count in enumerate(counts) if count == last]
 
 
 def _spread(order: Sequence[int], n: int, entries: Sequence[PoolEntry], drawn: Counter[int | None]) -> list[int]:

@@ -40,9 +40,6 @@ _VERSION = 3
 Uses = dict[tuple[str, bytes], int]
 """Number of draws, by task and digest of the tokens."""
 
-Draws = list[tuple[dict[int, int], dict[int, int]]]
-"""For each step, the number of tasks that could be drawn and that were drawn, by difficulty."""
-
 
 @dataclass
 class PoolState:
@@ -62,8 +59,6 @@ class PoolState:
     """The training step."""
     refused: Counter[str] = field(default_factory=Counter)
     """Number of refused trajectories, by reason."""
-    draws: Draws = field(default_factory=list)
-    """Draws of the newest steps, for a figure."""
     fingerprint: str = ""
     """Tokenizer of the trajectories; empty if unknown."""
     difficulties: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -79,7 +74,6 @@ class PoolState:
             "uses": [[task, digest.hex(), count] for (task, digest), count in self.live_uses().items()],
             "waiting": list(self.waiting),
             "refused": dict(self.refused),
-            "draws": list(self.draws),
             "tokenizer_fingerprint": self.fingerprint,
             "difficulties": dict(self.difficulties),
         }
@@ -101,7 +95,6 @@ class PoolState:
                 waiting=dict.fromkeys(map(str, value["waiting"])),
                 global_steps=int(value["global_steps"]),
                 refused=Counter({str(reason): int(count) for reason, count in value["refused"].items()}),
-                draws=[(_counts(drawable), _counts(drawn)) for drawable, drawn in value["draws"]],
                 fingerprint=str(value["tokenizer_fingerprint"]),
                 difficulties={int(step): _counts(sizes) for step, sizes in value["difficulties"].items()},
             )
@@ -109,8 +102,8 @@ class PoolState:
             raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
 
     def begin_run(self) -> None:
-        """Forget what only a checkpoint restores: waiting tasks, refusals, and draws for the figures."""
-        self.waiting, self.refused, self.draws = {}, Counter(), []
+        """Forget what only a checkpoint restores: waiting tasks and refusals."""
+        self.waiting, self.refused = {}, Counter()
 
     def uses_of(self, entries: Iterable[PoolEntry]) -> list[int]:
         """Return the number of draws of each of these entries."""
@@ -181,15 +174,11 @@ class PoolState:
     def eligible(self, task: str, rules: PoolRules, global_steps: int) -> tuple[PoolEntry, ...]:
         """Return the entries of a task that may be drawn at this step, oldest first."""
         held = self.entries.get(task, ())
-        allowed = tuple(
+        return tuple(
             candidate
             for candidate in held
             if eligible(candidate, rules, global_steps) and not self.is_of_other_row(candidate)
         )
-        max_uses = rules.max_uses
-        if max_uses is None:
-            return allowed
-        return tuple(entry for entry, uses in zip(allowed, self.uses_of(allowed), strict=True) if uses < max_uses)
 
     def is_of_other_row(self, entry: PoolEntry) -> bool:
         """Return whether an entry answers another prompt than its task's row; then it is never drawn."""
