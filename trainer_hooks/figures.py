@@ -12,11 +12,11 @@ from torch import Tensor
 from trainer_hooks import metrics
 from trainer_hooks.batch import Batch
 from trainer_hooks.masks import compute_response_mask
+from trainer_hooks.metrics import RATIO_NEAR_ZERO, added, figures_of, token_sums
 from trainer_hooks.replay import ExperienceManager
 from trainer_hooks.replay.entry import is_demonstration
 from trainer_hooks.replay.outcomes import known_outcome
 from trainer_hooks.replay.rows import row_count
-from trainer_hooks.token_sums import RATIO_NEAR_ZERO, added, figures_of, token_sums
 from trajstore.errors import ConfigurationError, counted, listed
 from trajstore.trajectory import AgentTrajectory
 
@@ -32,7 +32,7 @@ Replayed successes are often shorter than other rollouts, and a pool may have to
 """
 
 WASTED_SHARE_LIMIT = 0.5
-"""Share of off-policy tokens with ratios below ``token_sums.RATIO_NEAR_ZERO`` above which a warning is logged."""
+"""Share of off-policy tokens with ratios below ``metrics.RATIO_NEAR_ZERO`` above which a warning is logged."""
 
 OFF_POLICY_RATIO_LIMIT = 10.0
 """Mean importance ratio of the off-policy tokens above which a warning is logged.

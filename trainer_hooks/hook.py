@@ -351,7 +351,7 @@ class ReplayHook(Closing, Generic[Task]):
                 replay.figures.note_loss(batch, rows, loss, advantages)
 
     def watch(self, figures: Mapping[str, float]) -> None:
-        """Warn of bad figures of the loss, under the names of ``token_sums.figures_of``."""
+        """Warn of bad figures of the loss, under the names of ``metrics.figures_of``."""
         if (replay := self._replay) is not None:
             replay.figures.warn(figures)
 

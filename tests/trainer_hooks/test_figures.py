@@ -20,10 +20,9 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import warnings_of
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
-from trainer_hooks.metrics import PREFIX, batch_metrics, record_metrics
+from trainer_hooks.metrics import PREFIX, added, batch_metrics, figures_of, record_metrics, token_sums
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay import Refusal
-from trainer_hooks.token_sums import added, figures_of, token_sums
 
 LOSS = "experience_replay/loss/"
 """Prefix of the sums that verl's micro-batches report as input of the figures."""

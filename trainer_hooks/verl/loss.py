@@ -19,7 +19,7 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 
 from trainer_hooks.losses import LossOptions, het_compute_token_on_off_policy_loss
-from trainer_hooks.token_sums import EXTREMES, SUMS, figures_of, token_sums
+from trainer_hooks.metrics import EXTREMES, SUMS, figures_of, token_sums
 from trajstore.errors import ConfigurationError
 
 LOSS_MODE = "het"
@@ -140,7 +140,7 @@ def align(exp_mask: Tensor, response_mask: Tensor) -> Tensor:
 def take_figures(metrics: dict[str, Any]) -> dict[str, float]:
     """Remove the reported sums of all micro-batches and ranks from ``metrics``; return their figures.
 
-    The figures are defined in ``trainer_hooks.token_sums``.
+    The figures are defined in ``trainer_hooks.metrics``.
 
     Args:
         metrics: verl's metrics of an actor update; changed. verl averages sums over the mini-batches, combines

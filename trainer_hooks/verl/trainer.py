@@ -31,9 +31,9 @@ from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.cuts import check_tracker, checkpoint_folder
 from trainer_hooks.verl.guided import GuidedManager
+from trainer_hooks.verl.histories import ReplaySampler
 from trainer_hooks.verl.loss import LOSS_MODE, het_ppo_loss, take_figures
 from trainer_hooks.verl.reading import RunTokenizer, name_of
-from trainer_hooks.verl.sampler import ReplaySampler
 from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import ROLLOUTS_WANTED, TaskTable, rollout_counts, task_name
 from trainer_hooks.verl.trained import loss_terms, options_of

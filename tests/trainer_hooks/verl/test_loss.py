@@ -23,8 +23,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from tests.trainer_hooks.verl.builders import GlobalBatch, jagged, loss_rows, micro_batch
 from trainer_hooks.losses import LossOptions, het_compute_token_on_off_policy_loss
-from trainer_hooks.metrics import PREFIX
-from trainer_hooks.token_sums import figures_of, token_sums
+from trainer_hooks.metrics import PREFIX, figures_of, token_sums
 from trainer_hooks.verl import loss as module
 from trainer_hooks.verl.loss import EXP_MASK, FIGURES, align, het_policy_loss, het_ppo_loss, take_figures
 from trajstore.errors import ConfigurationError

@@ -22,10 +22,9 @@ from trainer_hooks.metrics import PREFIX
 from trainer_hooks.replay.entry import DEMONSTRATION
 from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.dataplane import read_rows, read_whole_row, write_column
-from trainer_hooks.verl.histories import TRAINING
+from trainer_hooks.verl.histories import TRAINING, ReplaySampler
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION
-from trainer_hooks.verl.sampler import ReplaySampler
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError
 

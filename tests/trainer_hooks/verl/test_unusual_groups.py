@@ -18,10 +18,9 @@ from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.replay.rows import rows_of
 from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.dataplane import weigh_sessions, write_column
-from trainer_hooks.verl.histories import TRAINING
+from trainer_hooks.verl.histories import TRAINING, ReplaySampler
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.offers import OFFER
-from trainer_hooks.verl.sampler import ReplaySampler
 from trainer_hooks.verl.trained import WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("data_plane")
