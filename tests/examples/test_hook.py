@@ -106,7 +106,7 @@ def test_switched_off_the_calls_hand_back_what_they_were_given() -> None:
     replay.close()
 
 
-def test_figures_of_the_loss_are_told_by_age_and_by_bucket(caplog: pytest.LogCaptureFixture) -> None:
+def test_figures_of_the_loss_are_told_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
     do_step(replay, 1, successes=1)
     batch, fresh, current = begin_step(replay, 4)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.examples.test_hook import TASKS, N, begin_step, hook, log_probs_of, roll_out
 from tests.examples.test_hook import hook as make_hook
@@ -28,59 +27,10 @@ from trainer_hooks.replay.state import PoolState
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 
-Change = Callable[[AgentTrajectory], AgentTrajectory]
-
-
-def same(one: AgentTrajectory) -> AgentTrajectory:
-    return one
-
-
-def nobodys(one: AgentTrajectory) -> AgentTrajectory:
-    return dataclasses.replace(one, loss_mask=torch.zeros_like(one.loss_mask))
-
-
-def with_outcome(outcome: float | None) -> Change:
-    return lambda one: dataclasses.replace(one, reward=Reward(outcome=outcome))
-
-
-def one_step(replay: ReplayHook[str], change: Change, log_prob: float = -2.0, entropy: float = 1.0) -> dict[str, float]:
-    """Run a step of one task; its first rollout is changed and is the only success."""
-    plan = replay.before_rollout(replay.tasks_chosen(TASKS[:1], 0.0, 1))
-    first, *others = roll_out(plan, 1, successes=1)
-    fresh = [change(first), *others]
-    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
-    like: Tensor = batch.tensors["responses"]
-    full = [torch.full(like.shape, value) for value in (log_prob, entropy)]
-    return replay.step_done(batch, fresh, *full)
-
 
 def reasons(figures: dict[str, float]) -> dict[str, float]:
     begin = "experience_replay/refused/"
     return {name.removeprefix(begin): value for name, value in figures.items() if name.startswith(begin) and value}
-
-
-@pytest.mark.parametrize(
-    ("change", "log_prob", "entropy", "expected"),
-    [
-        (same, -2.0, 1.0, {}),
-        (same, -2.0, math.nan, {}),
-        (nobodys, -2.0, 1.0, {"no_llm_token": 1.0}),
-        (nobodys, math.nan, math.nan, {"no_llm_token": 1.0}),
-        (same, math.nan, 1.0, {"log_probs_mismatch": 1.0}),
-        (same, math.nan, math.nan, {"log_probs_mismatch": 1.0}),
-        (same, 2.0, 1.0, {"log_probs_above_zero": 1.0}),
-        (same, 2.0, math.nan, {"log_probs_above_zero": 1.0}),
-        (with_outcome(None), -2.0, 1.0, {"no_outcome": 1.0}),
-        (with_outcome(math.nan), -2.0, 1.0, {"outcome_not_finite": 1.0}),
-        (lambda one: dataclasses.replace(one, rollout_log_probs=torch.zeros(1)), -2.0, 1.0, {"malformed": 1.0}),
-    ],
-)
-def test_step_done_names_what_a_success_lacks(
-    change: Change, log_prob: float, entropy: float, expected: dict[str, float]
-) -> None:
-    figures = one_step(hook(), change, log_prob, entropy)
-    assert reasons(figures) == expected
-    assert figures["experience_replay/refused_share"] == float(bool(expected))
 
 
 def test_the_figures_of_a_step_with_malformed_rollouts(caplog: pytest.LogCaptureFixture) -> None:
