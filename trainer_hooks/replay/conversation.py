@@ -81,13 +81,6 @@ class ChatTemplate:
         """Return the position after the special token that ends the turn ids[start:end]; ``end`` without one."""
         return next((place + 1 for place in reversed(range(start, end)) if ids[place] in self.special_ids), end)
 
-    def header(self, messages: Sequence[Message]) -> Sequence[int]:
-        """Return the tokens of the model's header after these messages; empty if it cannot be separated."""
-        if not messages:
-            return []
-        rendered, with_header = self.render(messages, False), self.render(messages, True)
-        return self.encode(with_header[len(rendered) :]) if with_header.startswith(rendered) else []
-
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
