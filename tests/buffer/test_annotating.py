@@ -488,3 +488,22 @@ def test_values_that_wait_in_the_inbox_never_replace_later_ones(path: Path, monk
             annotate(writer, [0], {"v": 2})
         annotate(writer, [0], {"v": 3})
     assert [note.value for note in notes_of(path, 0)] == [1, 3]
+
+
+def test_values_that_wait_for_space_are_copies(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, failures = LocalDirectory.append, iter([OSError(errno.ENOSPC, "full")])
+
+    def append(*arguments: Any) -> Any:
+        for error in failures:
+            raise error
+        return real(*arguments)
+
+    ids, values = np.array([0, 1]), np.array([1.0, 2.0])
+    with writer_to(path) as writer:
+        monkeypatch.setattr(LocalDirectory, "append", append)
+        with pytest.raises(StoreWriteError, match="flush"):
+            annotate(writer, ids, {"v": values})
+        ids += 2
+        values += 2
+        writer.flush()
+        assert column(writer, "v") == [1, 2, None, None]

@@ -234,7 +234,7 @@ def _checked_values(ids: Any, values: Any, who: str | None) -> tuple[LateValues,
         raise ConfigurationError("values: must be a dict of values by name")
     rows = {name: _rows(name, some, len(wanted)) for name, some in values.items() if _is_rows(some)}
     listed = {name: _listed(some, len(wanted)) for name, some in values.items() if name not in rows}
-    update = LateValues(wanted, listed, "" if who is None else text("who", who), microseconds())
+    update = LateValues(wanted.copy(), listed, "" if who is None else text("who", who), microseconds())
     update.check()
     check_names(values, FACTS)
     check_row_names(rows)
