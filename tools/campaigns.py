@@ -74,8 +74,10 @@ def wait_for(child: BaseProcess, happened: Callable[[], bool]) -> None:
 def s3_server() -> Iterator[dict[str, Any]]:
     """Start an S3 server on the loopback interface, which keeps conditional PUT; yield its storage options."""
     from moto.server import ThreadedMotoServer
+    from werkzeug.serving import WSGIRequestHandler
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else a line for each request
+    WSGIRequestHandler.protocol_version = "HTTP/1.1"  # keeps connections: making one costs more than most requests
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -217,9 +217,9 @@ def test_writer_that_cannot_renew_its_lock_pauses(memory_url: str) -> None:
 
 
 def test_one_of_many_gets_the_lock(s3_url: str, s3_options: dict[str, Any]) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        refused = pool.map(is_refused, [lambda: open_directory(s3_url, **s3_options).lock_writer()] * 16)
-        assert sum(refused) == 15
+    with ThreadPoolExecutor(8) as pool, ExitStack() as locks:
+        calls = [lambda: locks.enter_context(open_directory(s3_url, **s3_options).lock_writer())] * 16
+        assert sum(pool.map(is_refused, calls)) == 15
 
 
 # -- writers after a takeover ------------------------------------------------------------------------
@@ -231,11 +231,17 @@ def s3_url_soon_lost(s3_url: str, s3_options: dict[str, Any]) -> tuple[str, dict
     return s3_url, {**s3_options, "lock_ttl": 0.5}
 
 
-def take_over(url: str, options: dict[str, Any]) -> Directory:
-    """Take the lock from a writer without heartbeats; return the new holder's directory."""
-    directory = RemoteDirectory(url, **options)
-    wait_until(lambda: not is_refused(directory.lock_writer))
-    return directory
+@pytest.fixture
+def take_over() -> Iterator[Callable[[str, dict[str, Any]], Directory]]:
+    """Yield a function that takes the lock from a writer without heartbeats and returns the new holder's directory."""
+    with ExitStack() as locks:
+
+        def taken(url: str, options: dict[str, Any]) -> Directory:
+            directory = RemoteDirectory(url, **options)
+            wait_until(lambda: not is_refused(lambda: locks.enter_context(directory.lock_writer())))
+            return directory
+
+        yield taken
 
 
 class Frozen:
@@ -273,6 +279,7 @@ def test_what_a_frozen_writer_was_sending_changes_nothing_of_its_heirs(
     request_: str,
     change: Callable[[Directory], None],
     s3_url_soon_lost: tuple[str, dict[str, Any]],
+    take_over: Callable[[str, dict[str, Any]], Directory],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url, options = s3_url_soon_lost
@@ -295,7 +302,9 @@ def test_what_a_frozen_writer_was_sending_changes_nothing_of_its_heirs(
     publish(heir, pins__b=b"3")  # the heir still holds the lock
 
 
-def test_heirs_replace_what_came_late(s3_url_soon_lost: tuple[str, dict[str, Any]]) -> None:
+def test_heirs_replace_what_came_late(
+    s3_url_soon_lost: tuple[str, dict[str, Any]], take_over: Callable[[str, dict[str, Any]], Directory]
+) -> None:
     url, options = s3_url_soon_lost
     with RemoteDirectory(url, **options).lock_writer():
         pass
@@ -349,7 +358,9 @@ def test_a_server_that_keeps_no_conditions_is_told_by_name(
 
 
 def test_a_writer_that_lost_the_store_while_it_opened_it_is_told_so(
-    s3_url_soon_lost: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    s3_url_soon_lost: tuple[str, dict[str, Any]],
+    take_over: Callable[[str, dict[str, Any]], Directory],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It sees its heir's unfinished store, which is not damage."""
     url, options = s3_url_soon_lost
