@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from tests.stores import stored
-from trajstore import Trajectory
+from trajstore import Trajectory, cli
 from trajstore.cli import FAILED, main
+
+_parser = cache(cli.build_parser)
 
 
 class Run:
@@ -22,7 +26,8 @@ class Run:
         self._capsys, self._command = capsys, command
 
     def __call__(self, *words: object) -> tuple[int, str, str]:
-        code = self._command([str(word) for word in words])
+        with patch.object(cli, "build_parser", _parser):  # making it takes longer than most commands
+            code = self._command([str(word) for word in words])
         captured = self._capsys.readouterr()
         return code, captured.out, captured.err
 

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from contextlib import closing
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests import programs
 from tests.cli.stores import Run
 from tests.stores import filled, opened, stored
 from tests.support.witness import witness
@@ -151,14 +151,12 @@ def test_the_cursor_stays_before_what_an_interrupt_kept_from_being_shown(
     assert after(run, path, "--since", shown.split()[-1])[0] == [3, 4, 5]
 
 
-def test_a_follower_ends_when_its_reader_does(tmp_path: Path, project_root: Path) -> None:
+def test_a_follower_ends_when_its_reader_does(tmp_path: Path) -> None:
     path = stored(tmp_path / "store", [witness(0), witness(1)])
-    command = [sys.executable, "-m", "trajstore", "list", "--follow", "--limit", "1", path]
-    with subprocess.Popen(command, cwd=project_root, stdout=subprocess.PIPE) as follower:
-        assert follower.stdout is not None
-        assert b"trajectory_id 1" in follower.stdout.readline()
-        follower.stdout.close()
-        assert follower.wait() == UNREAD
+    with programs.begun(programs.COMMAND, "list", "--follow", "--limit", 1, path) as (follower, out, _):
+        assert "trajectory_id 1" in out.readline()
+        out.close()
+    assert follower.exitcode == UNREAD
 
 
 def test_values_of_metadata_are_columns(tmp_path: Path, run: Run) -> None:
@@ -184,22 +182,13 @@ def test_a_key_that_no_batch_has_is_named_once(tmp_path: Path, caplog: pytest.Lo
 @pytest.mark.parametrize("apart", [0.0, 0.1])
 def test_two_interrupts_end_it_without_a_traceback(tmp_path: Path, apart: float) -> None:
     path = filled(tmp_path / "store", range(2))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
-    try:
-        follow = subprocess.Popen(
-            [sys.executable, "-m", "trajstore", "list", path, "--follow"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
-    with follow:
-        assert follow.stdout is not None
-        follow.stdout.readline()
-        follow.send_signal(signal.SIGINT)
+    with programs.begun(programs.COMMAND, "list", path, "--follow") as (follower, out, err):
+        out.readline()
+        assert follower.pid is not None
+        os.kill(follower.pid, signal.SIGINT)
         time.sleep(apart)
-        follow.send_signal(signal.SIGINT)
-        _, err = follow.communicate(timeout=60)
-    assert follow.returncode == INTERRUPTED
-    assert err in ("", "trajstore: interrupted\n"), "empty where the second one came long after the first"
+        os.kill(follower.pid, signal.SIGINT)
+        out.read()
+        said = err.read()
+    assert follower.exitcode == INTERRUPTED
+    assert said in ("", "trajstore: interrupted\n"), "empty where the second one came long after the first"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import programs
 from tests.cli.stores import Run
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import INTERRUPTED, UNREAD
@@ -46,17 +47,15 @@ def test_a_reader_that_stops_reading_ends_the_command_in_silence(project_root: P
 @pytest.mark.parametrize(
     ("descriptor", "message", "words"),
     [
-        (0, "trajstore: annotate: --file -: standard input is closed; name a file\n", "--file -"),
-        (1, "trajstore: standard output is closed\n", ""),
-        (2, "", ""),
+        (0, "trajstore: annotate: --file -: standard input is closed; name a file\n", ["--file", "-"]),
+        (1, "trajstore: standard output is closed\n", []),
+        (2, "", []),
     ],
 )
-def test_a_closed_stream_is_reported(
-    descriptor: int, message: str, words: str, tmp_path: Path, project_root: Path
-) -> None:
-    command = ["sh", "-c", f'exec "$0" -m trajstore annotate "$@" {descriptor}>&-', sys.executable]
-    command += [str(tmp_path / "absent"), *words.split()]
-    done = subprocess.run(command, cwd=project_root, capture_output=True, text=True, check=False)
+def test_a_closed_stream_is_reported(descriptor: int, message: str, words: list[str], tmp_path: Path) -> None:
+    stream = ("stdin", "stdout", "stderr")[descriptor]
+    closes = f"import os, sys\nos.close({descriptor})\nsys.{stream} = None\n"  # as Python finds it
+    done = programs.run(tmp_path, closes + programs.COMMAND, "annotate", tmp_path / "absent", *words)
     assert (done.returncode, done.stderr) == (2, message)
 
 
