@@ -30,12 +30,13 @@ LONG = ("t15", "t21", "t22", "t23", "convert", "gpu_trainer", "gpu_threads")
 def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (t08_open, t14_memory, t21_view, t25_restart):  # starting Python and torch takes seconds
         monkeypatch.setattr(module, "in_child", lambda work, *arguments: work(*arguments))
-    monkeypatch.setattr(t35_run, "in_child", _in_fork)
+    for module in (t35_run, t36_week):
+        monkeypatch.setattr(module, "in_child", _in_fork)
     monkeypatch.setattr(t36_week, "RANKS", 4)
     for tokens in ("_FIRST", "_SAMPLED", "_OBSERVED"):
         monkeypatch.setattr(t31_tokens, tokens, 8)
     try:
-        figures = list(figures_of(name, Options(tmp_path, repeats=1, scale=0.002)))
+        figures = list(figures_of(name, Options(tmp_path, repeats=1, scale=1e-6)))
     except SkippedError as reason:
         pytest.skip(str(reason))
     assert figures
