@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,12 +39,6 @@ def run_section(guide: str, heading: str, **given: Any) -> dict[str, Any]:
 
 def _keep_headings_apart(block: re.Match[str]) -> str:
     return re.sub(r"^#", "\0", block[0], flags=re.MULTILINE)
-
-
-def bytecode() -> dict[str, str]:
-    """Return the environment variable of the folder of bytecode, if it is set; without it, a process compiles all."""
-    name = "PYTHONPYCACHEPREFIX"
-    return {name: os.environ[name]} if name in os.environ else {}
 
 
 def explained_figures() -> set[str]:

@@ -1,4 +1,4 @@
-"""Follow pages as a reader does: ``python -m tests.reader_of_pages PAGES RESULTS``, two files of JSON.
+"""Follow pages as a reader does.
 
 Pages of one order share a folder. A page's Python blocks are one program; commands of its shell blocks run between
 them, ``PATH`` being the folder that the program printed last. Commands on a store that is not there are left out.
@@ -10,7 +10,6 @@ import io
 import json
 import os
 import shlex
-import sys
 import traceback
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -59,6 +58,6 @@ def follow_orders(orders: dict[str, dict[str, list[tuple[str, str]]]]) -> dict[s
     return {"failures": failures, "left_out": left_out}
 
 
-if __name__ == "__main__":
-    results = Path(sys.argv[2]).resolve()
-    results.write_text(json.dumps(follow_orders(json.loads(Path(sys.argv[1]).read_text()))))
+def read(pages: Path, results: Path) -> None:
+    """Follow the pages of a file of JSON; write what comes of it to another."""
+    results.write_text(json.dumps(follow_orders(json.loads(pages.read_text()))))

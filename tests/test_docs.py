@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.pages import all_blocks, blocks, bytecode, section
+from tests import programs
+from tests.pages import all_blocks, blocks, section
 from trajstore.cli.reference import reference
 
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
@@ -66,21 +65,25 @@ def text_of(root: Path, name: str) -> str:
     return section(text, heading) if heading else text
 
 
+READER = """
+import os, sys
+from pathlib import Path
+folder, root = sys.argv[1:]
+os.environ.clear()
+os.environ.update({"PYTHONPATH": root, "PATH": "", "TMPDIR": folder, "OMP_NUM_THREADS": "1"})
+os.chdir(folder)
+from tests.reader_of_pages import read
+read(Path("pages.json"), Path("results.json").resolve())
+"""
+
+
 def test_pages_run_in_the_orders_of_their_readers(project_root: Path, tmp_path: Path) -> None:
-    """One process runs all, as importing torch dominates."""
     pages = {
         order: {name: all_blocks(text_of(project_root, name), ("python", "sh", "console")) for name in names}
         for order, names in ORDERS.items()
     }
     (tmp_path / "pages.json").write_text(json.dumps(pages))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.reader_of_pages", "pages.json", "results.json"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(project_root), "PATH": "", "TMPDIR": str(tmp_path), **bytecode()},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = programs.run(tmp_path, READER, tmp_path, project_root)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["failures"] == {}, "\n".join(f"{page}:\n{trace}" for page, trace in results["failures"].items())

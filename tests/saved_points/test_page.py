@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.pages import blocks, bytecode
+from tests import programs
+from tests.pages import blocks
 
 _DRIVER = '''
 import json, os, signal, sys
@@ -67,7 +66,7 @@ def life(program, name, where, steps, kill):
 
 
 ends = []
-for code, name, folder, steps, kills in json.load(sys.stdin):
+for code, name, folder, steps, kills in json.loads(Path(sys.argv[1]).read_text()):
     program = {"__name__": "program"}
     exec(compile(code, name, "exec"), program)
     for where, deaths in (("whole", []), ("killed", kills)):
@@ -116,14 +115,8 @@ def test_programs_survive_kills(project_root: Path, tmp_path: Path, deaths: int)
         text = (project_root / "docs" / "howto" / page).read_text()
         [code] = [block for block in blocks(text, "python") if f"def {name}" in block]
         given.append([code, name, str(tmp_path / name), steps if deaths > 1 else steps // 2, kills[:deaths]])
-    done = subprocess.run(
-        [sys.executable, "-c", _DRIVER],
-        input=json.dumps(given),
-        env={"PYTHONPATH": str(project_root), "PATH": "", "OMP_NUM_THREADS": "1", **bytecode()},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    (tmp_path / "given.json").write_text(json.dumps(given))
+    done = programs.run(tmp_path, _DRIVER, tmp_path / "given.json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[0], [*[-9] * deaths, 0]] * 2, done.stderr
     for name in PROGRAMS:

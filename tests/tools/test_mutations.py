@@ -44,13 +44,13 @@ def test_damage_is_reported_or_without_effect_in_a_long_campaign(tmp_path: Path)
 # -- the campaign detects faults: one by default, the others in the long campaign --------------------
 
 
-def _troubles(tmp_path: Path, kind: Kind, look: Callable[[Path, Kind], Report] = probe) -> str:
-    return "\n".join(run_campaign(tmp_path, [kind], 12, seed=1, probe=look).problems)
+def _troubles(tmp_path: Path, kind: Kind, look: Callable[[Path, Kind], Report] = probe, mutations: int = 12) -> str:
+    return "\n".join(run_campaign(tmp_path, [kind], mutations, seed=1, probe=look).problems)
 
 
 def test_a_verify_that_finds_nothing_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.mutate.probe.verify", lambda path: Verification(str(path), "store"))
-    assert "verify finds nothing" in _troubles(tmp_path, STORE)
+    assert "verify finds nothing" in _troubles(tmp_path, STORE, mutations=3)
 
 
 @pytest.mark.campaign
