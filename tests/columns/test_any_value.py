@@ -266,13 +266,13 @@ def test_any_value_is_refused_or_comes_back() -> None:
     """Both outcomes must occur, since either alone proves nothing."""
     taken = {False: 0, True: 0}
 
-    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+    @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
     @given(trajectory=TRAJECTORIES)
     def search(trajectory: Any) -> None:
         taken[check(trajectory, "pt")] += 1
 
     search()
-    assert min(taken.values()) > 16
+    assert min(taken.values()) > 10
 
 
 @pytest.mark.campaign

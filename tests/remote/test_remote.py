@@ -176,7 +176,7 @@ def test_a_buffer_lives_in_an_object_store(s3_url: str, s3_options: dict[str, An
 
 def test_commits_refreshes_and_whole_shards_take_few_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("moto.server", reason="needs moto[server]")
-    monkeypatch.setattr(t33_requests, "_RANKS", (8,))
+    monkeypatch.setattr(t33_requests, "_RANKS", (2,))
     for name in ("_COLLECT_EVERY", "_REMOTE_RENEWAL"):  # requests of every minute
         monkeypatch.setattr(maintenance, name, 86_400.0)
     requests = {figure.name: figure.value for figure in t33_requests.figures(Options(tmp_path, scale=0.04))}
@@ -184,7 +184,7 @@ def test_commits_refreshes_and_whole_shards_take_few_requests(tmp_path: Path, mo
         "a commit": 2.0,
         "a commit, with retention": 2.0,
         "an idle refresh of a store": 1.0,
-        "an idle refresh of a run of 8 ranks": 1.0,
+        "an idle refresh of a run of 2 ranks": 1.0,
         "reading a whole shard": 1.0,
     }
 

@@ -238,7 +238,7 @@ def take_over() -> Iterator[Callable[[str, dict[str, Any]], Directory]]:
 
         def taken(url: str, options: dict[str, Any]) -> Directory:
             directory = RemoteDirectory(url, **options)
-            wait_until(lambda: not is_refused(lambda: locks.enter_context(directory.lock_writer())))
+            wait_until(lambda: not is_refused(lambda: locks.enter_context(directory.lock_writer())), pause=0.1)
             return directory
 
         yield taken

@@ -175,7 +175,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert histories == self.held
 
 
-PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=15, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
 
 
@@ -316,7 +316,7 @@ def test_the_pool_of_every_step_is_found_again(mode: str) -> None:
     store = LoggedStore()
     manager = ExperienceManager(checked, store=store)
     ends = {}
-    for number in range(60):
+    for number in range(40):
         manager.global_steps = number
         if generator.random() < 0.3:
             shown = {"entropy": None, "old_log_probs": None, "metadata": {"demonstration": True}}

@@ -101,7 +101,7 @@ def refuse_to_unpack(*_: object, **__: object) -> None:
     raise AssertionError("the whole index is unpacked")
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 40])
+@pytest.mark.parametrize("ranks", [1, 3, 20])
 def test_a_share_is_the_part_of_the_whole(store: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ids: list[int] = []
     for rank in range(ranks):

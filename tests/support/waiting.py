@@ -9,8 +9,8 @@ PATIENCE = 300.0
 """Time limit in seconds."""
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition is true.
+def wait_until(condition: Callable[[], bool], pause: float = 0.005) -> None:
+    """Wait until a condition is true; ask every ``pause`` seconds.
 
     Raises:
         TimeoutError: it was not within ``PATIENCE``.
@@ -19,4 +19,4 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"the condition did not hold within {PATIENCE:.0f} s")
-        time.sleep(0.005)
+        time.sleep(pause)
