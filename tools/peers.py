@@ -85,13 +85,11 @@ def differences(peer: dict[str, Any], folder: Path) -> Iterator[str]:
 
 def written(text: str) -> str:
     """Return the page with the table that follows from the peers."""
-    lines = ["| peer | tried | compared | unknown fields | `convert --check` by |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| peer | tried | compared | unknown fields |", "| --- | --- | --- | --- |"]
     for name, peer in PEERS.items():
         places = [place.partition(": ")[2] for place in peer.get("fields", {}) | peer.get("uses", {})]
         compared = ", ".join(f"`{place}`" for place in places if place)
-        lines.append(
-            f"| [{name}]({peer['page']}) | {peer['tried']} | {compared} | {peer['unknown']} | {peer['check']} |"
-        )
+        lines.append(f"| [{name}]({peer['page']}) | {peer['tried']} | {compared} | {peer['unknown']} |")
     return text.partition("| peer |")[0] + "\n".join(lines) + "\n"
 
 

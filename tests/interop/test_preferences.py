@@ -243,5 +243,5 @@ def test_a_store_without_pairs_and_files_that_are_not_read(
     with pytest.raises(ConfigurationError, match="kto can only be written"):
         convert_from(tmp_path / "out", tmp_path / "back", "kto")
     monkeypatch.setattr(convert, "differences", lambda *_, **__: ["label"])
-    with pytest.raises(CorruptStoreError, match=r"the check by pyarrow .* found other values, or none, of label"):
+    with pytest.raises(CorruptStoreError, match="the check found other values, or none, of label"):
         convert_to(store, tmp_path / "other", "kto", check=True)

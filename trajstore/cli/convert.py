@@ -103,9 +103,8 @@ def _foreign(options: Namespace, out: Output) -> int:
             f"{done.target}: {done.pictured:,} {have} images: TRL needs a vision model for these files; --no-images "
             "leaves such rollouts out"
         )
-    by = f"{' and' * (form.read is not None)} {listed(done.checked_by)}" if done.checked_by else " alone"
-    checked = f", {done.checked or 0:,} compared, read by{' trajstore' * (form.read is not None)}{by}"
-    out.line(f"{done.target}: {counted(done.written, form.one)}{checked * (done.checked is not None)}")
+    checked = "" if done.checked is None else f", {done.checked:,} compared"
+    out.line(f"{done.target}: {counted(done.written, form.one)}{checked}")
     return int(not done.is_whole)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +20,6 @@ from trajstore.interop.formats import (
     Source,
     Writer,
     append_durably,
-    by_python,
     damaged,
     files_below,
     json_of,
@@ -64,33 +63,27 @@ class _Writer(Writer):
 def _document(rollout: AgentTrajectory) -> Row:
     if not rollout.messages:
         raise InvalidTrajectoryError("has no messages, which this format needs")
-    known = _object(rollout.metadata.get("atif"))
-    known = known if str(known.get("schema_version")).startswith(_VERSION) else {}
-    steps = list(_steps(rollout.messages, known.get("steps")))
+    steps = list(_steps(rollout.messages))
     sampled = [step for step in steps if _is_sampled(step)]
     turns = _turns(rollout)
-    for step, metrics in zip(sampled, turns, strict=True) if len(sampled) == len(turns) else ():
-        step["metrics"] = metrics | _object(step.get("metrics"))
-    counts = {
-        name: [count for step in steps if isinstance(count := _object(step.get("metrics")).get(name), int)]
-        for name in ("prompt_tokens", "completion_tokens")
-    }
-    sums = {f"total_{name}": sum(numbers) for name, numbers in counts.items() if numbers}
+    sums: Row = {}
+    if turns and len(sampled) == len(turns):
+        for step, metrics in zip(sampled, turns, strict=True):
+            step["metrics"] = metrics
+        sums = {f"total_{name}": sum(turn[name] for turn in turns) for name in ("prompt_tokens", "completion_tokens")}
     tools = rollout.metadata.get("tools")
     agent: Row = {"name": str(rollout.metadata.get("agent") or "unknown"), "version": "unknown"}
-    agent |= _object(known.get("agent"))
     if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
         agent["tool_definitions"] = tools
     row = row_of(replace(rollout, messages=[]), rollout.metadata.get(GIVEN, {}))
     ours = {name: value for name, value in row.items() if value not in (None, "", [], {})}
     return {
         **({"session_id": rollout.rollout_id} if rollout.rollout_id else {}),
-        **known,
         "schema_version": "ATIF-v1.8",
         "agent": agent,
         "steps": [{"step_id": number, **step} for number, step in enumerate(steps, start=1)],
-        "final_metrics": {"total_steps": len(steps), **sums, **_object(known.get("final_metrics"))},
-        "extra": {**_object(known.get("extra")), _OURS: ours},
+        "final_metrics": {"total_steps": len(steps), **sums},
+        "extra": {_OURS: ours},
     }
 
 
@@ -122,35 +115,17 @@ def _turns(rollout: AgentTrajectory) -> list[Row]:
     return turns
 
 
-def _steps(messages: Sequence[Mapping[str, Any]], known: Any) -> Iterator[Row]:
-    """Yield steps: a message, with the results of tools that follow it.
-
-    Args:
-        messages: of the rollout.
-        known: other keys of the steps that the messages came from; they are taken if there are as many steps.
-    """
+def _steps(messages: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    """Yield steps: a message, with the results of tools that follow it."""
     groups: list[list[Mapping[str, Any]]] = []
     for message in messages:
         if message.get("role") == "tool" and groups:
             groups[-1].append(message)
         else:
             groups.append([message])
-    others = known if isinstance(known, list) and len(known) == len(groups) else [{}] * len(groups)
-    for group, other in zip(groups, others, strict=True):
+    for group in groups:
         step = _step(group)
-        whole = step | _object(other)
-        if _is_of(whole, group):
-            yield whole
-        else:
-            yield step if _is_of(step, group) else {**step, "extra": {_OURS: group}}
-
-
-def _is_of(step: Row, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether these messages are read from a step."""
-    try:
-        return _messages(step) == messages
-    except (KeyError, TypeError, AttributeError):
-        return False
+        yield step if _messages(step) == group else {**step, "extra": {_OURS: group}}
 
 
 def _step(group: Sequence[Mapping[str, Any]]) -> Row:
@@ -201,7 +176,7 @@ def _call(call: Any, number: int) -> Row:
 # -- reading ------------------------------------------------------------------------------------------
 
 
-def _read(path: Path, value_of: Callable[[bytes], Any] = json_of) -> Source:
+def _read(path: Path) -> Source:
     files = files_below(path, "json") if path.is_dir() else [path]
     if not files:
         raise StoreNotFoundError(f"{path}: has no JSON files")
@@ -210,7 +185,7 @@ def _read(path: Path, value_of: Callable[[bytes], Any] = json_of) -> Source:
         for done, file in enumerate(files, start=1):
             name = str(file.relative_to(path)) if path.is_dir() else file.name
             try:
-                members = dict(_members(value_of(file.read_bytes()), name))
+                members = dict(_members(json_of(file.read_bytes()), name))
             except (ValueError, OSError) as error:
                 yield damaged(name, f"is no ATIF document: {error}", done)
                 continue
@@ -235,13 +210,14 @@ def _rollout(document: Mapping[str, Any], name: str) -> AgentTrajectory:
         raise ConfigurationError(f"schema_version {document['schema_version']!r} is unknown, must be ATIF-v1")
     if not document["steps"]:
         raise ConfigurationError("has no steps")
-    parts = [_named(_messages, step, number) for number, step in enumerate(document["steps"], start=1)]
-    messages = [message for part in parts for message in part]
+    messages: list[Any] = []
+    for number, step in enumerate(document["steps"], start=1):
+        with unreadable(f"step {number}", kind=ConfigurationError):
+            messages += _messages(step)
     ours = (document.get("extra") or {}).get(_OURS)
     if ours is not None:
         return rollout_of({**ours, "messages": messages})
-    known = {key: document[key] for key in document if key != "subagent_trajectories"}
-    known["steps"] = [_named(_others, step, number) for number, step in enumerate(document["steps"], start=1)]
+    known = {key: document[key] for key in document if key not in ("steps", "subagent_trajectories")}
     metadata = {"atif": known, "tools": document["agent"].get("tool_definitions")}
     return AgentTrajectory(
         messages=messages,
@@ -249,25 +225,6 @@ def _rollout(document: Mapping[str, Any], name: str) -> AgentTrajectory:
         metadata={key: value for key, value in metadata.items() if value is not None},
         **_tokens(document["steps"], name),
     )
-
-
-def _named(part_of: Callable[[Any], Any], step: Any, number: int) -> Any:
-    """Return a part of a step.
-
-    Raises:
-        ConfigurationError: it is no step; names it.
-    """
-    with unreadable(f"step {number}", kind=ConfigurationError):
-        return part_of(step)
-
-
-def _others(step: Mapping[str, Any]) -> Row:
-    """Return the keys of a step that its messages and the columns of tokens do not have."""
-    made = _step(_messages(step))
-    others = {key: value for key, value in step.items() if key != "step_id" and made.get(key) != value}
-    if isinstance(others.get("metrics"), dict):
-        others["metrics"] = {key: value for key, value in others["metrics"].items() if key not in _TOKENS}
-    return others
 
 
 def _messages(step: Mapping[str, Any]) -> list[Any]:
@@ -332,6 +289,9 @@ def _tokens(steps: Sequence[Mapping[str, Any]], name: str) -> Row:
     return columns | ({"rollout_log_probs": torch.tensor(log_probs[start:])} if is_whole else {})
 
 
-_NOT_READ = ("which trajectory a subagent is embedded in",)
+_NOT_READ = (
+    "which trajectory a subagent is embedded in",
+    "keys of steps other than messages, calls, results and tokens",
+)
 
-FORMATS = (Format("atif", "rollouts", (), _NOT_READ, _read, lambda path, _: _Writer(path), by_python(_read)),)
+FORMATS = (Format("atif", "rollouts", (), _NOT_READ, _read, lambda path, _: _Writer(path)),)

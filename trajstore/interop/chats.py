@@ -31,8 +31,6 @@ from trajstore.interop.formats import (
     Row,
     Selection,
     Source,
-    by_pyarrow,
-    by_python,
     damaged,
     json_of,
     logger,
@@ -322,7 +320,7 @@ def _of_verl(row: Row, ambiguous: Collection[str] = ()) -> AgentTrajectory:
     return _rollout_of(_messages_of("messages", messages or prompt, "user"), parts, metadata)
 
 
-def _read_verl(path: Path, **options: Any) -> Source:
+def _read_verl(path: Path) -> Source:
     """Return the rows of prompts or rollouts; read twice, first for the names of their tasks."""
     tasks: dict[str, set[str]] = {}
     unnamed = 0
@@ -341,14 +339,14 @@ def _read_verl(path: Path, **options: Any) -> Source:
         return AgentTrajectory()
 
     def items() -> Iterator[Item]:
-        for item in read_parquet(path, look, plain=True, **options).items:
+        for item in read_parquet(path, look, plain=True).items:
             with suppress(TrajstoreError):  # named when it is converted
                 item.load()
         ambiguous = {task for task, prompts in tasks.items() if len(prompts) > 1}
         for count, what in ((unnamed, "rows have no extra_info.index"), (len(ambiguous), "tasks have several prompts")):
             if count:
                 logger.warning("convert: %s: %d %s; a digest of the prompt is in their names", path, count, what)
-        yield from read_parquet(path, partial(_of_verl, ambiguous=ambiguous), plain=True, **options).items
+        yield from read_parquet(path, partial(_of_verl, ambiguous=ambiguous), plain=True).items
 
     return Source(items(), read_parquet(path, look).total)
 
@@ -510,14 +508,12 @@ def _write_each(path: Path, selection: Selection) -> PartsWriter:
 
 _CANNOT_CARRY = (*NO_MESSAGES, "data_id", "rollout_id", "query", "metadata")
 
-_rows_again = by_pyarrow(partial(read_parquet, trajectory_of=lambda row: row))
-
 _NOT_READ = ("reward_model.style",)
 
 FORMATS = (
-    Format("chat", "rollouts", NO_MESSAGES, (), _read_chat, _write_chat, by_python(_read_chat), thoughts=False),
-    Format("trl", "rollouts", NO_MESSAGES, (), _read_trl, _write_trl, by_pyarrow(_read_trl), thoughts=True),
-    Format("verl", "rollouts", NO_MESSAGES, _NOT_READ, _read_verl, _write_verl, by_pyarrow(_read_verl), thoughts=True),
-    Format("dpo", "rollouts", _CANNOT_CARRY, (), None, _write_pairs, _rows_again, _pairs, thoughts=True),
-    Format("kto", "rollouts", _CANNOT_CARRY, (), None, _write_each, _rows_again, _each, thoughts=True),
+    Format("chat", "rollouts", NO_MESSAGES, (), _read_chat, _write_chat, thoughts=False),
+    Format("trl", "rollouts", NO_MESSAGES, (), _read_trl, _write_trl, thoughts=True),
+    Format("verl", "rollouts", NO_MESSAGES, _NOT_READ, _read_verl, _write_verl, thoughts=True),
+    Format("dpo", "rollouts", _CANNOT_CARRY, (), None, _write_pairs, _pairs, thoughts=True),
+    Format("kto", "rollouts", _CANNOT_CARRY, (), None, _write_each, _each, thoughts=True),
 )

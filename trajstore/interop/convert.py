@@ -41,7 +41,6 @@ from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
     InvalidTrajectoryError,
-    MissingDependencyError,
     StoreNotFoundError,
     TrajstoreError,
     counted,
@@ -50,7 +49,7 @@ from trajstore.errors import (
 )
 from trajstore.interop.chat_form import IMAGES, in_chat_form
 from trajstore.interop.episodes import Joiner, Part
-from trajstore.interop.formats import UNREADABLE, Format, Item, Kind, Second, Selection, Source, Writer, damaged, logger
+from trajstore.interop.formats import UNREADABLE, Format, Item, Kind, Selection, Source, Writer, damaged, logger, read_parquet
 from trajstore.operations.opening import open_readable
 from trajstore.operations.verification import Progress
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
@@ -97,7 +96,6 @@ class Converted:
         pictured: how many of ``written`` have images.
         problems: reason by key for each item that was not written.
         checked: how many were read back and compared; None without ``check``.
-        checked_by: programs other than trajstore that read the files for this too.
         damage: damage of a store that hides an unknown set of trajectories; None if there is none.
     """
 
@@ -111,7 +109,6 @@ class Converted:
     pictured: int = 0
     problems: dict[str, str] = field(default_factory=dict)
     checked: int | None = None
-    checked_by: tuple[str, ...] = ()
     damage: str | None = None
 
     @property
@@ -480,74 +477,37 @@ def _staging(target: Path) -> Iterator[Path]:
 # -- checking -----------------------------------------------------------------------------------------
 
 
-def _second(form: Format, path: Path) -> Second | None:
-    """Return what another program reads of files, if it is installed and can."""
-    try:
-        second = form.second(path) if form.second else None
-        if second is not None and second.partly and form.read:
-            ours, theirs = ([item.key for item in items] for items in (form.read(path).items, second.items))
-            if ours != theirs:  # such as an episode that the metadata of the data set do not count
-                raise CorruptStoreError(f"it sees {len(theirs):,} items, and trajstore {len(ours):,}")
-        return second
-    except (ImportError, MissingDependencyError):
-        return None
-    except (TrajstoreError, *UNREADABLE) as error:
-        logger.warning("convert: checked by trajstore alone, for another program cannot: %r", error)
-        return None
-
-
 def _check(stored: Callable[[], Iterable[Item]], form: Format, path: Path, result: Converted, written: bool) -> None:
-    """Compare the items of a store with those of files, as the format's reader and then another program read them.
+    """Compare the items of a store with those of files.
 
     Args:
         stored: returns the items of the store.
         form: the format of the files.
         path: of the files.
-        result: gets the number of items, and the program.
+        result: gets the number of items.
         written: the files were made of the store, so they lack what the format cannot carry.
 
     Raises:
-        CorruptStoreError: there is a difference, or the other program cannot read what was written; names the item.
+        CorruptStoreError: there is a difference; names the item.
     """
     lost = form.cannot_carry if written else ()
-    seconds = [Second("", form.read(path).items) if form.read else None, _second(form, path)]
-    if not any(seconds):
-        raise MissingDependencyError("pyarrow", "convert")
-    unread: dict[str, str] = {}
-    for second in filter(None, seconds):
-        pairs = zip_longest(
-            *((item for item in items if item.key not in result.problems) for items in (stored(), second.items))
-        )
-        by = f" by {second.by}" if second.by else ""
-        compared = 0
-        for item, copy in pairs:
-            if item is None or copy is None:
-                more = "more" if item is None else "fewer"
-                raise CorruptStoreError(f"{result.target}: the check{by} found {more} items")
-            try:
-                theirs = copy.load()
-            except TrajstoreError as error:
-                if written or not second.partly:
-                    raise
-                unread[copy.key] = str(error)  # a program may be unable to read what it wrote
-                continue
-            if names := differences(item.load(), theirs, lost, partly=second.partly):
-                raise CorruptStoreError(
-                    f"{result.target}: {copy.key}: the check{by} found other values, or none, of {listed(names)}"
-                )
-            compared += 1
-        if unread:
-            logger.warning(
-                "convert: %d of %d items checked by trajstore alone, because %s cannot read them: %s",
-                *(len(unread), result.written, second.by, listed([*unread.values()], 1)),
+    read = form.read(path) if form.read else read_parquet(path, lambda row: row)
+    pairs = zip_longest(
+        *((item for item in items if item.key not in result.problems) for items in (stored(), read.items))
+    )
+    result.checked = 0
+    for item, copy in pairs:
+        if item is None or copy is None:
+            more = "more" if item is None else "fewer"
+            raise CorruptStoreError(f"{result.target}: the check found {more} items")
+        if names := differences(item.load(), copy.load(), lost):
+            raise CorruptStoreError(
+                f"{result.target}: {copy.key}: the check found other values, or none, of {listed(names)}"
             )
-        result.checked = max(result.checked or 0, compared)
-        result.checked_by += (second.by,) if second.by and compared else ()
+        result.checked += 1
 
 
-def differences(
-    one: AnyTrajectory, other: AnyTrajectory, lost: Sequence[str] = (), *, partly: bool = False
-) -> list[str]:
+def differences(one: AnyTrajectory, other: AnyTrajectory, lost: Sequence[str] = ()) -> list[str]:
     """Return the names of the fields in which two trajectories differ, without those that a format loses.
 
     NaN equals itself; dtypes must be equal.
@@ -556,11 +516,8 @@ def differences(
         one: a trajectory.
         other: another one.
         lost: names of fields, as ``Format.cannot_carry`` has them.
-        partly: the other has only some of the fields, and dtypes to which those of the first are converted.
     """
     first, second = dict(_leaves(one)), dict(_leaves(other))
-    if partly:
-        first = {name: _as(first[name], value) for name, value in second.items() if name in first}
     return sorted(
         name
         for name in first.keys() | second.keys()
@@ -584,10 +541,6 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, LATE if is_late or inner == "notes" else inner)
     elif value is not None and value != "" and value != []:
         yield path, value
-
-
-def _as(value: Any, like: Any) -> Any:
-    return value.to(like.dtype) if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor) else value
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -146,21 +146,6 @@ def unreadable(what: str, *more: type[Exception], kind: type[TrajstoreError] = C
 
 
 @dataclass(frozen=True, slots=True)
-class Second:
-    """The items of a file or folder as another program than trajstore's own reader sees them, for checks.
-
-    Attributes:
-        by: the program.
-        items: as a :class:`Source` has them, with the same keys.
-        partly: they have some of the fields only, in dtypes of that program.
-    """
-
-    by: str
-    items: Iterable[Item]
-    partly: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Format:
     """A format of other programs.
 
@@ -172,9 +157,8 @@ class Format:
         not_read: parts of these files that are lost in a store.
         read: reads a file or folder; None if the format can only be written.
         write: makes a writer of (path, selection); None if the format can only be read.
-        second: reads by another program. Raises ``ImportError`` if it is not installed.
         choose: returns what is written of some rollouts, a row for each item, and the numbers of rollouts that are left
-            out by reason; None writes each. Such files are not read; a check compares their rows.
+            out by reason; None writes each. Such files are Parquet and not read; a check compares their rows.
         thoughts: rollouts are written in OpenAI's chat form, with what the model thought or without; None: as they are.
         carries: leaves of the fields in ``cannot_carry`` that are in these files all the same.
     """
@@ -185,7 +169,6 @@ class Format:
     not_read: tuple[str, ...]
     read: Callable[[Path], Source] | None = None
     write: Callable[[Path, Selection], Writer] | None = None
-    second: Callable[[Path], Second] | None = None
     choose: Callable[[Iterable[Item]], tuple[list[Item], Mapping[str, int]]] | None = None
     thoughts: bool | None = None
     carries: tuple[str, ...] = ()
@@ -325,12 +308,10 @@ def json_of(text: str | bytes) -> Any:
         ValueError: it is not JSON.
     """
     content = text.encode() if isinstance(text, str) else text
-    return orjson.loads(content) if _PYTHONS.search(content) is None else python_json(content)
+    return orjson.loads(content) if _PYTHONS.search(content) is None else _python_json(content)
 
 
-def python_json(content: bytes) -> Any:
-    """Return the value of a JSON text, as :func:`json_of` does, by Python's own module."""
-
+def _python_json(content: bytes) -> Any:
     def constant(name: str) -> None:
         if name != "NaN":
             raise ValueError(f"{name} is no number in JSON")
@@ -341,29 +322,12 @@ def python_json(content: bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def by_python(read: Callable[..., Source]) -> Callable[[Path], Second]:
-    """Return what reads JSON files by Python's ``json``; ``read`` takes a ``value_of`` of their contents."""
-    return lambda path: Second("Python's json", read(path, value_of=python_json).items)
-
-
-def by_pyarrow(read: Callable[..., Source]) -> Callable[[Path], Second]:
-    """Return what reads Parquet and Arrow files by pyarrow; ``read`` takes ``frames``, as :func:`read_parquet`."""
-
-    def second(path: Path) -> Second:
-        version = optional("pyarrow", "pyarrow").__version__
-        return Second(f"pyarrow {version}", read(path, frames=_frames_of_pyarrow).items)
-
-    return second
-
-
-def read_lines(
-    path: Path, trajectory_of: Callable[[Row], AnyTrajectory], value_of: Callable[[bytes], Any] = json_of
-) -> Source:
+def read_lines(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Source:
     """Return the items of a file of JSON lines; empty lines are skipped."""
 
     def load(line: bytes) -> Any:
         try:
-            row = value_of(line)
+            row = json_of(line)
         except ValueError as error:
             raise ConfigurationError(f"is not JSON: {error}{_ARRAY if line[:1] == b'[' else ''}") from error
         if not isinstance(row, dict):
@@ -448,33 +412,18 @@ def _tables_in(path: Path) -> list[Path]:
     return sorted(files)
 
 
-def _by_polars(file: Path) -> Iterator[Any]:
+def _frames(file: Path) -> Iterator[Any]:
     table = pl.read_ipc_stream(file).lazy() if file.suffix == ".arrow" else pl.scan_parquet(file, glob=False)
     yield from table.collect_batches(chunk_size=_ROWS, maintain_order=True)
 
 
-def _frames_of_pyarrow(file: Path) -> Iterator[Any]:
-    arrow, parquet = pyarrow_modules()
-    with file.open("rb") as opened:
-        is_stream = file.suffix == ".arrow"
-        batches = arrow.ipc.open_stream(opened) if is_stream else parquet.ParquetFile(opened).iter_batches(_ROWS)
-        for batch in batches:
-            yield pl.from_arrow(batch)
-
-
-def read_parquet(
-    path: Path,
-    trajectory_of: Callable[[Row], Any],
-    plain: bool = False,
-    frames: Callable[[Path], Iterator[Any]] = _by_polars,
-) -> Source:
+def read_parquet(path: Path, trajectory_of: Callable[[Row], Any], plain: bool = False) -> Source:
     """Return the items of a Parquet file, or of the Parquet and Arrow files in a folder and below it.
 
     Args:
         path: file or folder.
         trajectory_of: makes a trajectory of a row.
         plain: the values are of other programs: decode JSON, make texts of times, leave out the nulls of structs.
-        frames: reads a file as frames of Polars.
     """
     files = [path]
     if path.is_dir():
@@ -492,7 +441,7 @@ def read_parquet(
             number, done = 0, sum(sizes[: at + 1])
             name = str(file.relative_to(path)) if path.is_dir() else file.name
             try:
-                for rows in frames(file):
+                for rows in _frames(file):
                     kinds = rows.schema
                     changed = {key: _exact(kind) for key, kind in kinds.items() if plain and _exact(kind) != kind}
                     for row in rows.cast(changed).iter_rows(named=True):

@@ -1,4 +1,4 @@
-"""LeRobot's data sets of version 3 (``lerobot``): Parquet files, with images as PNG or videos. Only checks use LeRobot.
+"""LeRobot's data sets of version 3 (``lerobot``): Parquet files, with images as PNG or videos. Does not import LeRobot.
 
 Images are written as PNG in the Parquet files; videos are read with PyAV.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from importlib.metadata import version
 from io import BytesIO
 from itertools import accumulate, chain
 from pathlib import Path
@@ -23,7 +22,6 @@ from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, images_as, le
 from trajstore.interop.formats import (
     UNREADABLE,
     Format,
-    Second,
     Source,
     Writer,
     append_durably,
@@ -465,42 +463,6 @@ def _video(path: Path, times: Any, fps: float) -> Any:
     raise CorruptStoreError(f"{path}: has no frames")
 
 
-def _by_lerobot(path: Path) -> Second:
-    """Read everything but videos by LeRobot itself, which keeps a copy of the tables in the cache of ``datasets``."""
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
-    data = LeRobotDataset(f"local/{path.name}", root=path)
-    texts = {row.task_index: task for task, row in data.meta.tasks.iterrows()}
-    features = {name: feature for name, feature in data.meta.features.items() if name not in _OWN}
-    features = {name: feature for name, feature in features.items() if feature["dtype"] != "video"}
-
-    def episode(number: int) -> Trajectory:
-        with unreadable(f"LeRobot cannot read episode {number}"):
-            row = data.meta.episodes[number]
-            frames = data.hf_dataset[row["dataset_from_index"] : row["dataset_to_index"]]
-            values = {name: _of_lerobot(frames[name], feature) for name, feature in features.items()}
-            tasks = [texts[int(task)] for task in frames["task_index"]]
-            read = _trajectory(data.meta.info, values, tasks, bool(row.get(_BY_STEP)))
-            read.rewards = read.rewards if "next.reward" in features else None
-            return read
-
-    count = data.meta.total_episodes
-    items = [*numbered(range(count), count, episode).items]
-    return Second(f"LeRobot {version('lerobot')}", items, partly=True)
-
-
-def _of_lerobot(rows: Any, feature: Mapping[str, Any]) -> Any:
-    """Return a feature's values, which LeRobot gives as tensors with channels first and images in [0, 1]."""
-    if feature["dtype"] == "string":
-        return list(rows)
-    value = torch.stack(list(rows))
-    if feature["dtype"] == "image":
-        first = str((feature.get("names") or [""])[0]).startswith("channel")
-        value = (value * 255).round().to(torch.uint8)
-        value = value if first else value.movedim(1, -1)
-    return value[:, None].numpy() if value.dim() == 1 else value.numpy()
-
-
 FORMATS = (
     Format(
         "lerobot",
@@ -512,7 +474,6 @@ FORMATS = (
         ("robot_type", "splits", "names of features", "subtasks", "time stamps that are not frame_index / fps"),
         _read,
         lambda path, _: _Writer(path),
-        _by_lerobot,
         carries=("forward_inputs.fps",),
     ),
 )

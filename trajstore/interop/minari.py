@@ -1,4 +1,4 @@
-"""Minari's data sets (``minari``): episodes of Gymnasium environments, with T + 1 observations. Only checks use Minari.
+"""Minari's data sets (``minari``): episodes of Gymnasium environments, with T + 1 observations. Does not import Minari.
 
 They are written as Parquet files, one folder for each episode; data sets of Parquet, Arrow and HDF5 files are read.
 """
@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -25,7 +24,6 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTraje
 from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, images_as, leaves
 from trajstore.interop.formats import (
     Format,
-    Second,
     Source,
     Writer,
     append_durably,
@@ -374,24 +372,25 @@ def _trajectory(
         raise ValueError(f"{sorted(lengths)} observations for {steps} steps, must be {steps + 1}")
     columns |= {"observations": observations, "actions": _shaped(columns["actions"], action_space, jpeg)}
     columns |= {name: columns[name].astype(bool) for name in _NEEDED[1:]}
-    episode, infos = _steps(columns), _tensors(columns.get("infos") or {}, slice(None))
-    dones = _tensors(columns["terminations"] | columns["truncations"], slice(None))[..., None]
-    inputs = _cut(infos, set(metadata.get(_PADDED, ())), steps) | episode.forward_inputs
-    by_step = {"curr_obs": episode.curr_obs, "next_obs": episode.next_obs, "forward_inputs": inputs}
-    values = nest(unnest(by_step) | leaves_of(json.loads(metadata.get(_FIXED, "{}"))))
-    return replace(episode, model_weights_id=UNKNOWN_WEIGHTS, dones=dones, **values)
-
-
-def _steps(columns: Mapping[str, Any]) -> Trajectory:
-    """Return the observations, actions, rewards and flags of an episode."""
-    observations, actions = columns["observations"], _tensors(columns["actions"], slice(None))
+    infos = _tensors(columns.get("infos") or {}, slice(None))
+    actions = _tensors(columns["actions"], slice(None))
     observations = observations if isinstance(observations, dict) else {_STATES: observations}
+    by_step = {
+        "curr_obs": _tensors(observations, slice(0, steps)),
+        "next_obs": _tensors(observations, slice(1, None)),
+        "forward_inputs": _cut(infos, set(metadata.get(_PADDED, ())), steps),
+    }
+    if isinstance(actions, dict | list):
+        by_step["forward_inputs"] |= {_ACTIONS: actions}
+        actions = None
+    elif actions.dim() == 2:
+        actions = actions[..., None]
+    columns["dones"] = columns["terminations"] | columns["truncations"]
     return Trajectory(
-        actions=None if isinstance(actions, dict | list) else actions[..., None] if actions.dim() == 2 else actions,
-        curr_obs=_tensors(observations, slice(0, len(columns["rewards"]))),
-        next_obs=_tensors(observations, slice(1, None)),
-        forward_inputs={_ACTIONS: actions} if isinstance(actions, dict | list) else {},
-        **{name: _tensors(columns[name], slice(None))[..., None] for name in _NEEDED},
+        model_weights_id=UNKNOWN_WEIGHTS,
+        actions=actions,
+        **{name: _tensors(columns[name], slice(None))[..., None] for name in (*_NEEDED, "dones")},
+        **nest(unnest(by_step) | leaves_of(json.loads(metadata.get(_FIXED, "{}")))),
     )
 
 
@@ -399,30 +398,6 @@ def _cut(value: Any, padded: set[str], steps: int, path: str = "") -> Any:
     if isinstance(value, dict):
         return {key: _cut(item, padded, steps, f"{path}/{key}" if path else key) for key, item in value.items()}
     return value[:steps] if path in padded else value
-
-
-def _by_minari(path: Path) -> Second:
-    """Read the observations, actions, rewards and flags by Minari itself."""
-    import minari
-
-    data = minari.MinariDataset(path / "data" if (path / "data").is_dir() else path)
-
-    def episode(number: int) -> Trajectory:
-        with unreadable(f"Minari cannot read episode {number}"):
-            read = data[number]
-            return _steps({name: _stacked(getattr(read, name)) for name in ("observations", "actions", *_NEEDED)})
-
-    items = [*numbered(range(len(data)), len(data), episode).items]
-    return Second(f"Minari {version('minari')}", items, partly=True)
-
-
-def _stacked(value: Any) -> Any:
-    """Return values of Minari with tuples as dicts, and lists of texts as they are."""
-    if isinstance(value, tuple):
-        value = {str(number): item for number, item in enumerate(value)}
-    if isinstance(value, dict):
-        return {name: _stacked(item) for name, item in value.items()}
-    return value if isinstance(value, list) else np.asarray(value)
 
 
 FORMATS = (
@@ -436,6 +411,5 @@ FORMATS = (
         ("spaces", "env_spec", "seeds and options of episodes", "metadata of the data set"),
         _read,
         lambda path, _: _Writer(path),
-        _by_minari,
     ),
 )

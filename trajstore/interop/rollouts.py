@@ -24,8 +24,6 @@ from trajstore.interop.formats import (
     PartsWriter,
     Row,
     Selection,
-    by_pyarrow,
-    by_python,
     logger,
     read_lines,
     read_parquet,
@@ -298,6 +296,6 @@ _read_lines = partial(read_lines, trajectory_of=rollout_of)
 _read_parquet = partial(read_parquet, trajectory_of=lambda row: rollout_of(_from_parquet(row)))
 
 FORMATS = (
-    Format("jsonl", "rollouts", (), _OF_THE_STORE, _read_lines, _write_lines, by_python(_read_lines)),
-    Format("parquet", "rollouts", (), _OF_THE_STORE, _read_parquet, _write_parquet, by_pyarrow(_read_parquet)),
+    Format("jsonl", "rollouts", (), _OF_THE_STORE, _read_lines, _write_lines),
+    Format("parquet", "rollouts", (), _OF_THE_STORE, _read_parquet, _write_parquet),
 )
