@@ -17,7 +17,7 @@ from tests.replay.conftest import view
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError
 from trajstore.ledger import audit, first_difference, read
-from trajstore.operations.training import audit_store
+from trajstore.operations.training import audit_path
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
         assert first_difference(*ledgers) is None
         assert [audit(ledger).problems for ledger in ledgers] == [(), ()]
         for name in ("whole", "parts"):
-            [of_store] = audit_store(tmp_path / name).values()
-            assert (of_store.problems, of_store.untrained, of_store.only_drawn) == ((), 0, 0)
+            [of_store] = audit_path(tmp_path / name).values()
+            assert (of_store.problems, of_store.untrained) == ((), 0)
         assert [ledger.replaced for ledger in ledgers] == [(), (half + 1, half + 2)]
         newest = ledgers[0].steps[config.steps]
         assert [len(newest.rows), newest.loss["pg_loss"]] == [24, whole.curve[-1].loss]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.cli.stores import Run
 from tests.stores import filled, flip, stored, writer_to
-from trajstore import AgentTrajectory, Reward
+from trajstore import AgentTrajectory
 from trajstore.cli import DAMAGED
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreLockedError, StoreNotFoundError
 from trajstore.ledger import ROW, Difference, Ledger, TrainedStep, audit, config_difference, first_difference, read
@@ -462,35 +462,6 @@ def test_audit_of_a_store_names_rows_that_contradict_its_trajectories(tmp_path: 
         "evicted since",
     ]
     assert "equal in every step" in run("audit", path, "--against", path / "ledger")[1]
-
-
-def test_audit_of_two_stores_names_outcomes_that_differ(tmp_path: Path, run: Run) -> None:
-    rows = np.zeros(3, ROW)
-    rows["group"], rows["version"] = [0, 0, 1], 2
-    for name, outcomes, value in (("right", (1.0, 0.0, None), 0.5), ("wrong", (1.0, 1.0, 0.0), 0.0)):
-        made = [
-            AgentTrajectory(
-                input_ids=torch.arange(3),
-                task_id=task,
-                policy_version=2,
-                reward=None if given is None else Reward(outcome=given),
-            )
-            for task, given in zip("aab", outcomes, strict=True)
-        ]
-        first = int(name == "wrong")  # there the rollouts have other ids
-        path = stored(tmp_path / name, made[:first] + made)
-        rows["trajectory"], rows["advantage"] = range(first, first + 3), value
-        with Ledger(path / "ledger") as ledger:
-            ledger.record(TrainedStep(3, rows.copy(), ["a", "b"], policy_before=3))
-    advantage = "  advantage (3 rows, first 0: trajectory 1 (there 0) of 'a'): 0.0 here, 0.5 there"
-    outcome = "  outcome (1 row, first 1: trajectory 2 (there 1) of 'a'): 1.0 here, 0.0 there"
-    right, wrong = tmp_path / "right", tmp_path / "wrong"
-    assert run("audit", wrong, "--against", right)[1].splitlines()[-3:] == [
-        f"{right}: differs first in step 3, row 0", outcome, advantage
-    ]  # fmt: skip
-    assert run("audit", wrong / "ledger", "--against", right)[1].splitlines()[-2:] == [
-        f"{right}: differs first in step 3, row 0", advantage
-    ]  # fmt: skip
 
 
 def test_inspect_names_the_ledger_of_a_store(run: Run, tmp_path: Path) -> None:

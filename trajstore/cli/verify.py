@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trajstore.cli.command import Command, add_ranks
 from trajstore.cli.output import Output, ProgressBar, format_bytes
-from trajstore.errors import StoreNotFoundError, counted, trajectories
+from trajstore.errors import counted, trajectories
 
 if TYPE_CHECKING:
     from trajstore.ledger import Audit
@@ -90,40 +90,25 @@ def _audit(options: Namespace, out: Output) -> int:
     from dataclasses import asdict
 
     from trajstore._core.store.run_ids import ALONE
-    from trajstore.ledger import audit, read
-    from trajstore.operations.training import audit_store, difference_of
+    from trajstore.operations.training import audit_path, difference_of
 
     compared = None
     if options.against is not None:
         compared = difference_of(options.path, options.against, options.tolerance)
-    difference = compared and compared.difference
-    try:
-        alone = audit(read(options.path, strict=False), options.max_age)
-        results = {}
-    except StoreNotFoundError:
-        results = audit_store(options.path, options.max_age)
-    problems = [
-        f"{'' if rank == ALONE else f'rank_{rank}: '}{text}" for rank, one in results.items() for text in one.problems
-    ] or [*(() if results else alone.problems)]
+    results = audit_path(options.path, options.max_age)
+    names = {rank: "" if rank == ALONE else f"rank_{rank}" for rank in results}
+    problems = [f"{names[rank]}: {text}".removeprefix(": ") for rank, one in results.items() for text in one.problems]
+    code = 1 if problems or (compared is not None and compared.difference is not None) else 0
     if options.json:
-        found = {} if compared is None else asdict(compared)
-        stores = {"stores": [{"rank": max(rank, 0)} | asdict(one) for rank, one in results.items()]}
-        out.json((stores if results else asdict(alone)) | found)
-        return 1 if problems or difference else 0
+        ledgers = [{"rank": max(rank, 0)} | asdict(one) for rank, one in results.items()]
+        out.json({"ledgers": ledgers} | ({} if compared is None else asdict(compared)))
+        return code
     out.problems(problems, f"{options.path}: ")
-    if not results:
-        _write_audit(out, options.path, alone)
     for rank, one in results.items():
-        where = options.path if rank == ALONE else f"{options.path}/rank_{rank}"
-        _write_audit(out, where, one.ledger)
-        drawn = "" if one.only_drawn is None else f"; {counted(one.only_drawn, 'draw')} of the pool not trained"
-        out.line(
-            f"{where}: each trajectory trained in at most {counted(one.most, 'step')}; {trajectories(one.untrained)} "
-            f"of the store not trained, {one.gone:,} trained ones evicted since{drawn}"
-        )
+        _write_audit(out, f"{options.path}/{names[rank]}".rstrip("/"), one)
     if compared is not None:
         _write_difference(out, options.against, compared, options.tolerance)
-    return 1 if problems or difference else 0
+    return code
 
 
 def _write_audit(out: Output, where: str, result: Audit) -> None:
@@ -133,6 +118,11 @@ def _write_audit(out: Output, where: str, result: Audit) -> None:
         f"{where}: {counted(result.steps, 'step')}{steps}, {counted(result.rows, 'row')}, {result.replayed:,} of them "
         f"replayed; {counted(result.replaced, 'step')} replaced after resuming"
     )
+    if result.most is not None and result.untrained is not None:
+        out.line(
+            f"{where}: each trajectory trained in at most {counted(result.most, 'step')}; "
+            f"{trajectories(result.untrained)} of the store not trained, {result.gone:,} trained ones evicted since"
+        )
 
 
 def _write_difference(out: Output, other: str, compared: Comparison, tolerance: float) -> None:
@@ -175,10 +165,10 @@ AUDIT = Command(
     description=(
         "Check that a ledger's steps have no gaps, that no row was sampled by a later policy, that no rollout is fresh "
         "in two steps, and that advantages, ratios, weights and losses are finite. For a store or a run directory with "
-        "ledgers (folder 'ledger' of a store), also check that the store has committed every trajectory, that each has "
-        "the task of its group and the policy version of its row, and that a pool has drawn it as often as steps "
-        "replayed it (needs Polars, extra 'query'). With --against, show the first step and row in which two runs "
-        "differ. Exit code 0 = consistent (and equal), 1 = problems, a difference or damage, 2 = no ledger there."
+        "ledgers (folder 'ledger' of a store), also check that the store has committed every trajectory, and that each "
+        "has the task of its group and the policy version of its row. With --against, show the first step and row in "
+        "which two runs differ. Exit code 0 = consistent (and equal), 1 = problems, a difference or damage, 2 = no "
+        "ledger there."
     ),
     configure=_configure_audit,
     run=_audit,

@@ -1,4 +1,4 @@
-"""Checks one ledger, and finds the first difference of two."""
+"""Checks one ledger, alone or against its store, and finds the first difference of two. Pure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from trajstore._core.base.types import IntArray
+from trajstore._core.columns.limits import UNKNOWN_VERSION
+from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import counted, listed
 from trajstore.ledger.contents import LedgerContents
@@ -37,6 +40,9 @@ class Audit:
         first: the lowest step; None without steps.
         last: the highest step; None without steps.
         problems: inconsistencies, each naming its step.
+        most: the highest number of steps that trained a trajectory; None without a store, like the next two.
+        untrained: number of the store's trajectories that no step trained.
+        gone: number of trained trajectories that the store has evicted since.
     """
 
     steps: int
@@ -46,6 +52,9 @@ class Audit:
     first: int | None
     last: int | None
     problems: tuple[str, ...]
+    most: int | None = None
+    untrained: int | None = None
+    gone: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +101,16 @@ class Difference:
     rows: int = 0
 
 
-def audit(ledger: LedgerContents, max_age: int | None = None) -> Audit:
+def audit(ledger: LedgerContents, max_age: int | None = None, store: Catalog | None = None) -> Audit:
     """Check a ledger: no gaps, ages in bounds, finite numbers, and no rollout that is fresh in two steps.
+
+    With a store, also check that it has committed every id, and that a stored trajectory has its group's task and its
+    row's policy version.
 
     Args:
         ledger: the ledger.
         max_age: highest age of a row in policy versions; None = any.
+        store: the store that its ids are of; None: the ledger is checked alone.
     """
     problems: list[str] = []
     before: int | None = None
@@ -113,10 +126,28 @@ def audit(ledger: LedgerContents, max_age: int | None = None) -> Audit:
         ends = "no step is recorded" if ledger.last is None else f"nothing is recorded after step {ledger.last}"
         problems.append(f"the newest file is empty: {ends}, or what was recorded is lost")
     problems += ledger.damaged
-    rows = sum(len(step.rows) for step in ledger.steps.values())
-    replayed = sum(int(step.rows["replayed"].sum()) for step in ledger.steps.values())
-    first, last = min(ledger.steps, default=None), max(ledger.steps, default=None)
-    return Audit(len(ledger.steps), rows, replayed, len(ledger.replaced), first, last, tuple(problems))
+    of_store: dict[str, int] = {}
+    if store is not None:
+        problems += chain.from_iterable(_contradictions(step, store) for step in ledger.steps.values())
+        each = [np.unique(step.rows["trajectory"]) for step in ledger.steps.values()]
+        trained, times = np.unique(np.concatenate([np.zeros(0, np.int64), *each]), return_counts=True)
+        trained, times = trained[trained >= 0], times[trained >= 0]
+        ids = store.index["trajectory_id"]
+        of_store = {
+            "most": int(times.max(initial=0)),
+            "untrained": int((~np.isin(ids, trained)).sum()),
+            "gone": int((~np.isin(trained, ids) & (trained < store.next_id)).sum()),
+        }
+    return Audit(
+        steps=len(ledger.steps),
+        rows=sum(len(step.rows) for step in ledger.steps.values()),
+        replayed=sum(int(step.rows["replayed"].sum()) for step in ledger.steps.values()),
+        replaced=len(ledger.replaced),
+        first=min(ledger.steps, default=None),
+        last=max(ledger.steps, default=None),
+        problems=tuple(problems),
+        **of_store,
+    )
 
 
 def _fresh_twice(ledger: LedgerContents) -> list[str]:
@@ -145,10 +176,35 @@ def _problems(step: TrainedStep, max_age: int | None) -> list[str]:
         if max_age is not None:
             age = step.policy_before - step.rows["version"].astype(np.int64)
             bad[f"age is above {max_age}"] = (step.rows["version"] >= 0) & (age > max_age)
-    return problems + problems_of_rows(step, bad)
+    return problems + _problems_of_rows(step, bad)
 
 
-def problems_of_rows(step: TrainedStep, bad: Mapping[str, npt.NDArray[np.bool_]]) -> list[str]:
+def _contradictions(step: TrainedStep, store: Catalog) -> list[str]:
+    """Return a sentence on the rows of each kind that contradict the store's trajectories."""
+    index = store.index
+    numbers: IntArray = step.rows["trajectory"]
+    versions: IntArray = step.rows["version"]
+    lost = {f"trajectory never committed (the store's next id is {store.next_id})": numbers >= store.next_id}
+    there = np.isin(numbers, index["trajectory_id"])
+    if not there.any():
+        return _problems_of_rows(step, lost)
+    at = np.where(there, np.searchsorted(index["trajectory_id"], numbers), 0)
+    low, high, tasks = index["version_low"][at], index["version_high"][at], index.fact("task")[at].tolist()
+    other_task = np.zeros(len(numbers), np.bool_)
+    if step.tasks:
+        texts = [index.texts[text] if text >= 0 else "" for text in tasks]
+        wanted = [step.tasks[group] for group in step.rows["group"].tolist()]
+        other_task = there & np.array([text != task for text, task in zip(texts, wanted, strict=True)])
+    known = there & (versions >= 0) & (low != UNKNOWN_VERSION)
+    others = {
+        "trajectory of another task than its group": other_task,
+        "trajectory sampled by another policy version than the store says": known
+        & ((versions < low) | (versions > high)),
+    }
+    return _problems_of_rows(step, lost | others)
+
+
+def _problems_of_rows(step: TrainedStep, bad: Mapping[str, npt.NDArray[np.bool_]]) -> list[str]:
     """Return a sentence on the rows of each mask, ``[n]``, that is not empty, by what is wrong with them."""
     return [
         f"step {step.step}: {reason} in {counted(int(mask.sum()), 'row')}, first row {int(mask.argmax())} "
@@ -195,35 +251,26 @@ def config_difference(
     return _unequal(*configs) if all(configs) and configs else {}
 
 
-def matched_rows(mine: TrainedStep, its: TrainedStep) -> npt.NDArray[np.int64]:
+def _matched_rows(mine: TrainedStep, its: TrainedStep) -> npt.NDArray[np.int64]:
     """Return the numbers of matching rows of two steps, ``[n, 2]``, by the first one's."""
     known = "token_digest" not in (*mine.unknown, *its.unknown)
     names = [name for name in MATCHED if known and name not in (*mine.unknown, *its.unknown)]
     if [*mine.tasks] == [*its.tasks] and np.array_equal(mine.rows[[*names, "group"]], its.rows[[*names, "group"]]):
         return np.repeat(np.arange(len(mine.rows))[:, None], 2, axis=1)
-    rows = [step.rows[names].tolist() for step in (mine, its)]
-    keys = [[(row, row[:3], row[:2], ()) for row in of_step] for of_step in rows]
-    groups: list[dict[int, list[int]]] = [{}, {}]
-    for step, members in zip((mine, its), groups, strict=True):
-        for row, group in enumerate(step.rows["group"].tolist()):
-            members.setdefault(group, []).append(row)
-    named = [
-        [
-            (
-                *((_task(step, group), tuple(sorted(of_rows[row][:end] for row in members))) for end in (4, 3)),
-                _task(step, group),
-            )
-            for group, members in of_step.items()
-        ]
-        for step, of_rows, of_step in zip((mine, its), rows, groups, strict=True)
+    return np.array(sorted(_paired(_keys(mine, names), _keys(its, names))), np.int64).reshape(-1, 2)
+
+
+def _keys(step: TrainedStep, names: Sequence[str]) -> list[tuple[Hashable, ...]]:
+    """Return the keys by which each row is matched: with all of its group, by its own content, and by ever less."""
+    contents, groups = step.rows[names].tolist(), step.rows["group"].tolist()
+    members: dict[int, list[Hashable]] = {}
+    for group, content in zip(groups, contents, strict=True):
+        members.setdefault(group, []).append(content)
+    whole = {group: tuple(sorted(rows)) for group, rows in members.items()}
+    return [
+        ((task := _task(step, group), content, whole[group]), *((task, content[:end]) for end in (4, 3, 2, 0)))
+        for group, content in zip(groups, contents, strict=True)
     ]
-    parts = [[*members.values()] for members in groups]
-    pairs = [
-        (parts[0][a][row], parts[1][b][other])
-        for a, b in _paired(*named)
-        for row, other in _paired([keys[0][row] for row in parts[0][a]], [keys[1][row] for row in parts[1][b]])
-    ]
-    return np.array(sorted(pairs), np.int64).reshape(-1, 2)
 
 
 def _paired(mine: Sequence[tuple[Hashable, ...]], its: Sequence[tuple[Hashable, ...]]) -> list[tuple[int, int]]:
@@ -247,7 +294,7 @@ def _task(step: TrainedStep, group: int) -> str | None:
 def _difference(
     mine: TrainedStep, its: TrainedStep, same: tuple[dict[int, int], dict[int, int]], tolerance: float
 ) -> Difference | None:
-    pairs = matched_rows(mine, its)
+    pairs = _matched_rows(mine, its)
     here, there = mine.rows[pairs[:, 0]], its.rows[pairs[:, 1]]
     absent = {"group", *mine.unknown, *its.unknown}
     columns: dict[str, ColumnDifference] = {}
@@ -261,7 +308,7 @@ def _difference(
         unlike = _other_ids(here[name], there[name], same) if ids else _unlike(here[name], there[name], tolerance)
         differ |= unlike
         if unlike.any():
-            columns[name] = column_difference(mine, its, pairs, here[name], there[name], unlike)
+            columns[name] = _column_difference(mine, its, pairs[unlike], name)
     unequal = _unequal(_fields(mine), _fields(its))
     for name in {**mine.loss, **its.loss}:
         pair = mine.loss.get(name), its.loss.get(name)
@@ -311,34 +358,19 @@ def _unlike(here: npt.NDArray[Any], there: npt.NDArray[Any], tolerance: float) -
     return np.asarray(a != b)
 
 
-def column_difference(
-    mine: TrainedStep,
-    its: TrainedStep,
-    pairs: npt.NDArray[np.int64],
-    here: npt.NDArray[Any],
-    there: npt.NDArray[Any],
-    unlike: npt.NDArray[np.bool_],
+def _column_difference(
+    mine: TrainedStep, its: TrainedStep, pairs: npt.NDArray[np.int64], name: str
 ) -> ColumnDifference:
-    """Return how matched rows of a step differ in a column.
-
-    Args:
-        mine: the step in this ledger.
-        its: that in the other one.
-        pairs: of :func:`matched_rows`.
-        here: values of this ledger's rows.
-        there: those of the other one.
-        unlike: which of them differ.
-    """
-    first = int(unlike.argmax())
-    row, other = pairs[first].tolist()
+    """Return how matched rows differ in a column; ``pairs`` are the numbers of those that do."""
+    (row, other), here, there = pairs[0].tolist(), mine.rows, its.rows
     return ColumnDifference(
-        int(unlike.sum()),
+        len(pairs),
         row,
-        int(mine.rows["trajectory"][row]),
-        int(its.rows["trajectory"][other]),
-        _task(mine, int(mine.rows["group"][row])),
-        here[first].item(),
-        there[first].item(),
+        int(here["trajectory"][row]),
+        int(there["trajectory"][other]),
+        _task(mine, int(here["group"][row])),
+        here[name][row].item(),
+        there[name][other].item(),
     )
 
 
