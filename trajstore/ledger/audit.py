@@ -260,10 +260,11 @@ def _matched_rows(mine: TrainedStep, its: TrainedStep) -> npt.NDArray[np.int64]:
     return np.array(sorted(_paired(_keys(mine, names), _keys(its, names))), np.int64).reshape(-1, 2)
 
 
-def _keys(step: TrainedStep, names: Sequence[str]) -> list[tuple[Hashable, ...]]:
+def _keys(step: TrainedStep, names: list[str]) -> list[tuple[Hashable, ...]]:
     """Return the keys by which each row is matched: with all of its group, by its own content, and by ever less."""
-    contents, groups = step.rows[names].tolist(), step.rows["group"].tolist()
-    members: dict[int, list[Hashable]] = {}
+    contents: list[tuple[int, ...]] = step.rows[names].tolist()
+    groups: list[int] = step.rows["group"].tolist()
+    members: dict[int, list[tuple[int, ...]]] = {}
     for group, content in zip(groups, contents, strict=True):
         members.setdefault(group, []).append(content)
     whole = {group: tuple(sorted(rows)) for group, rows in members.items()}

@@ -21,7 +21,6 @@ from trajstore.query.engine import pl
 from trajstore.query.relations import RELATIONS, TRAJECTORIES, and_parts, shown_columns
 from trajstore.query.texts import (
     ID,
-    checked_ids,
     for_polars,
     in_utc,
     keys_in,
@@ -207,7 +206,7 @@ class Query:
     def _statement(self, text: str) -> pl.LazyFrame:
         if not _SELECT.match(_text("sql", text)):
             raise ConfigurationError(f"sql: {text!r}: it must be a SELECT, perhaps after WITH")
-        checked_ids("sql", text, _is_run(self.facts()))
+        with_numbers("sql", text, _is_run(self.facts()))
         keyed = replace(self, _texts=(text,))  # with the keys of metadata that it names
         if self.relation == TRAJECTORIES and self.scan is not None and not self._groups:
             shown = self._collected(self._limited(self._sorted(keyed._kept())))
@@ -223,7 +222,7 @@ class Query:
         named = {word.strip('"`') for word in words(text)}
         asked = [frame for relation, frame in frames.items() if relation in named]
         names = list(dict.fromkeys(name for frame in asked for name in frame.collect_schema().names()))
-        statement = for_polars("sql", _prepared(text))
+        statement = for_polars("sql", _prepared("sql", text))
         try:
             answer = _answered("sql", (text,), names, lambda: _checked(context.execute(statement, eager=False)))
             return named_columns(answer, text)
@@ -290,7 +289,7 @@ class Query:
             ("order_by", self._order),
         ):
             for text in texts:
-                checked_ids(where, text, _is_run(facts))
+                with_numbers(where, text, _is_run(facts))
         if wanted := {name: path for name, path in self._keys().items() if name not in facts.columns}:
             if self.scan is None:
                 raise ConfigurationError(f"{listed(wanted)}: only facts can be queried here")
@@ -438,8 +437,8 @@ def _text(where: str, text: Any) -> str:
     return text
 
 
-def _prepared(text: str) -> str:
-    return with_columns(with_numbers(in_utc(text, datetime.now(UTC))))
+def _prepared(where: str, text: str) -> str:
+    return with_columns(with_numbers(where, in_utc(text, datetime.now(UTC))))
 
 
 def _parsed(where: str, text: str) -> pl.Expr:
@@ -448,7 +447,7 @@ def _parsed(where: str, text: str) -> pl.Expr:
         raise _not_of_a_row(text) if where == "where" else ConfigurationError(f"{where}: {text!r}: sql has subqueries")
     if where != "where" and len(split(text)) > 1:
         raise ConfigurationError(f"{where}: {text!r}: has several expressions; pass each as its own argument")
-    text = for_polars(where, _prepared(text))
+    text = for_polars(where, _prepared(where, text))
     try:
         parsed: pl.Expr = pl.sql_expr(text)
     except pl.exceptions.SQLInterfaceError as error:

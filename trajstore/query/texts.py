@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import zip_longest
 
@@ -152,103 +151,56 @@ def _found(cells: Sequence[str]) -> list[tuple[int, int, str, Path]]:
 
 ID = "trajectory_id"
 
-_GAP = r"(?:\s|--[^\n]*\n|/\*(?:[^*]|\*(?!/))*\*/)*"
-_NAME = r"""(?:["`]trajectory_id["`]|(?<!\w)trajectory_id(?!\w))"""
-_LITERAL = r"""(?:'(?:[^']|'')*'|(?<![\w.])\d+(?:\s*/\s*\d+)?(?![\w.]))"""
-_LITERALS = re.compile(rf"{_GAP}(?P<value>{_LITERAL})", re.DOTALL)
-_COMPARISON = re.compile(
-    rf"""(?P<before>{_LITERAL})(?={_GAP}[=<>!]+{_GAP}(?:\w+{_GAP}\.{_GAP})*{_NAME})
-    |{_NAME}{_GAP}(?:
-        [=<>!]+(?P<after>{_GAP}{_LITERAL})
-        |(?:not{_GAP})?in{_GAP}\((?P<list>{_GAP}{_LITERAL}(?:{_GAP},{_GAP}{_LITERAL})*)
-        |(?:not{_GAP})?between(?P<range>{_GAP}{_LITERAL}(?:{_GAP}and{_GAP}{_LITERAL})?))
-    |{QUOTED}""",
-    re.VERBOSE | re.IGNORECASE | re.DOTALL,
-)
-"""A literal compared with the id, several of them, or text to skip."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """A literal that is compared with the id.
-
-    Attributes:
-        first, end: its range in the text.
-        value: its text, an id without blanks.
-    """
-
-    first: int
-    end: int
-    value: str
-
-    @property
-    def id(self) -> int | None:
-        """The number of a quoted run id; None for other literals."""
-        return parsed_id(self.value[1:-1]) if "/" in self.value and self.value[0] == "'" else None
-
-    def refusal(self, run: bool | None) -> str | None:
-        """Return the correct spelling of the id; None if it is correct already.
-
-        Args:
-            run: whether ids are those of a run; None if there are no trajectories.
-        """
-        plain = self.value.strip("'").replace(" ", "")
-        if self.id is not None:
-            return SINGLE_EXAMPLE if run is False else None
-        if self.value.isdigit():
-            return of_rank if run and (of_rank := _of_rank_0(plain)) != plain else None
-        if run is False:
-            return SINGLE_EXAMPLE
-        number = parsed_id(plain)
-        return f"'{RUN_EXAMPLE}'" if number is None else f"'{shown_id(number)}'" if "/" in plain else _of_rank_0(plain)
-
-
-def _of_rank_0(number: str) -> str:
-    return f"'0/{number}'" if int(number) < ID_LIMIT else number
-
-
-def checked_ids(where: str, text: str, run: bool | None) -> None:
-    """Refuse an expression or statement that compares ``trajectory_id`` with an invalid id.
+def with_numbers(where: str, text: str, run: bool | None = None) -> str:
+    """Return a text in which quoted ids compared with ``trajectory_id`` are replaced by numbers.
 
     Args:
         where: the part of the query, for the message.
         text: the expression or statement.
-        run: whether ids are those of a run; None if there are no trajectories.
+        run: whether ids are those of a run; None if unknown.
 
     Raises:
-        ConfigurationError: an id is invalid; suggests the correct spelling.
+        ConfigurationError: an id is none of a run, or of a single store.
     """
-    for compared in _compared(text):
-        if (instead := compared.refusal(run)) is not None:
-            reason = f"{where}: {text!r}: {compared.value} is no id of"
-            if run is False:
-                raise ConfigurationError(f"{reason} a single store, whose ids are numbers: {ID} = {SINGLE_EXAMPLE}")
-            better = _replaced(text, lambda compared: compared.refusal(True) or compared.value)
-            raise ConfigurationError(
-                f"{reason} a run directory, whose ids are rank and id in quotes; write {instead}: {better}"
-            )
-
-
-def with_numbers(text: str) -> str:
-    """Return a text in which quoted ids compared with ``trajectory_id`` are replaced by numbers."""
-    return _replaced(text, lambda compared: compared.value if compared.id is None else str(compared.id))
-
-
-def _replaced(text: str, by: Callable[[_Compared], str]) -> str:
-    pieces, end = list[str](), 0
-    for compared in _compared(text):
-        pieces += text[end : compared.first], by(compared)
-        end = compared.end
-    return "".join([*pieces, text[end:]])
-
-
-def _compared(text: str) -> Iterator[_Compared]:
-    """Yield the literals that are compared with ``trajectory_id``, in order."""
-    for found in _COMPARISON.finditer(text):
-        if found.lastgroup in (None, "tag"):  # text to skip
+    cells = parts(text)
+    places = [at for at, cell in enumerate(cells) if not cell.isspace() and not cell.startswith(("--", "/*"))]
+    lowered = words(text)
+    compared = [at for name, word in enumerate(lowered) if word.strip('"`') == ID for at in _compared(lowered, name)]
+    for at in compared:
+        value = "".join(lowered[at : at + 1])
+        if not value.isdigit() and not value.startswith("'"):  # a column or an expression
             continue
-        for literal in _LITERALS.finditer(text, *found.span(found.lastgroup)):
-            yield _Compared(*literal.span("value"), re.sub(r"(?<=\d)\s*/\s*", "/", literal["value"]))
+        number = parsed_id(value.strip("'"))
+        is_number = value.isdigit() and "/" not in lowered[at - 1 : at + 2]
+        is_known = number is not None and (is_number or "/" in value) and run in (None, number >= ID_LIMIT)
+        if not is_known:
+            of = f"a run directory, whose ids are rank and id in quotes: {ID} = '{RUN_EXAMPLE}'"
+            of = f"a single store, whose ids are numbers: {ID} = {SINGLE_EXAMPLE}" if run is False else of
+            raise ConfigurationError(f"{where}: {text!r}: {value} is no id of {of}")
+        cells[places[at]] = str(number)
+    return "".join(cells)
+
+
+def _compared(lowered: Sequence[str], name: int) -> Iterator[int]:
+    """Yield the places of what is compared with the name at a place: by an operator, ``in`` or ``between``."""
+    after, before = name + 1, name - 1
+    while lowered[before] == "." and before > 0:  # the name of its table
+        before -= 2
+    if before > 0 and lowered[before] in _COMPARING:
+        yield before - (2 if lowered[before - 1] in _COMPARING else 1)
+    rest = [*lowered, "", "", "", ""]
+    after += rest[after] == "not"
+    if rest[after] in _COMPARING:
+        yield after + (2 if rest[after + 1] in _COMPARING else 1)
+    elif rest[after] == "between":
+        yield from (after + 1, after + 3)
+    elif rest[after : after + 2] == ["in", "("]:
+        end = rest.index(")", after) if ")" in rest[after:] else len(lowered)
+        yield from (at for at in range(after + 2, end) if rest[at - 1] in "(,")
+
+
+_COMPARING = frozenset("=<>!")
 
 
 def spelled(table: pl.DataFrame, names: set[str]) -> pl.DataFrame:
