@@ -27,7 +27,6 @@ from trajstore.errors import (
     StoreNotFoundError,
     StoreWriteError,
 )
-from trajstore.operations.following import Follower
 from trajstore.operations.moving import merge
 
 
@@ -51,7 +50,6 @@ def test_the_limit_of_descriptors_is_named(store: Path, tmp_path: Path) -> None:
         lambda number: writer_to(store).close(),
         lambda number: annotate(store, 0, {"judge": 1.0}),
         lambda number: merge([store, store], tmp_path / f"merged-{number}"),
-        lambda number: Follower(store).close(),
     ]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     failed: dict[int, str] = {}

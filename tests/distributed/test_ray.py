@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import signal
@@ -10,7 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -36,7 +35,6 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
 )
 from trajstore.loader import ReplayLoader, TokenLoader
-from trajstore.operations.following import Follower
 from trajstore.operations.verify import verify
 from trajstore.points import points_at
 from trajstore.query import relations
@@ -106,7 +104,6 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
         handle.refresh()
         assert handle.size == 12
         assert handle.is_ready(12)
-        follower = Follower(handle) if importlib.util.find_spec("polars") else None
         assert {number % 1024 for number in ids} == {0, 1}  # both stores got some
         batch = handle.sample(64)
         check_batch(batch)
@@ -120,13 +117,6 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
             assert check_trajectory(handle.get(number)) == key
         assert len(handle.sample_trajectories(5)) == 5
         check_batch(handle.sample(32, sampler=WeightedSampler()))
-        if follower is not None:
-            assert sorted(follower.news("trajectory_id >= 0").table["trajectory_id"]) == sorted(ids)
-            assert len(follower.news().table) == 0
-            more = handle.add_trajectories([witness(12)]).committed(120)
-            with closing(Follower(tmp_path / "run", follower.cursor)) as of_directory:
-                assert own_id(of_directory.news().table["trajectory_id"].to_numpy()).tolist() == more
-            handle.evict(more)
         handle.evict(ids[:3])
         handle.evict(ids[:3])
         assert handle.size == 9

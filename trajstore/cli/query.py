@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from trajstore.errors import ConfigurationError, StoreError, listed, trajectorie
 if TYPE_CHECKING:
     from polars import DataFrame
 
-    from trajstore.operations.following import Cursor, News
     from trajstore.query import Query
 
 logger = logging.getLogger(__name__)
@@ -70,9 +68,6 @@ def _configure_list(parser: ArgumentParser) -> None:
         help="show the newest N, a line each, then new ones as they are committed, until interrupted",
     )
     parser.add_argument(
-        "--since", metavar="CURSOR", help="show those committed after the last one that an earlier call has shown"
-    )
-    parser.add_argument(
         "--facts", action="store_true", help="list the facts of this store and the other columns of 'query', then exit"
     )
     parser.add_argument(
@@ -118,13 +113,11 @@ def _run_query(options: Namespace, out: Output) -> int:
 
 
 def _run_list(options: Namespace, out: Output) -> int:
-    following = options.follow or options.since is not None
-    shown_otherwise = {"--pin": options.pin, "--sort": options.sort, "--offset": options.offset, "--csv": options.csv}
-    shown_otherwise |= {"--facts": options.facts, "--open": options.open, "--limit": options.since and options.limit}
-    if following and (given := [name for name, value in shown_otherwise.items() if value not in (None, False)]):
+    given = {"--pin": options.pin, "--sort": options.sort, "--offset": options.offset, "--csv": options.csv}
+    given |= {"--facts": options.facts, "--open": options.open}
+    if options.follow and (beside := [name for name, value in given.items() if value not in (None, False)]):
         raise ConfigurationError(
-            f"{given[0]}: has no place beside --since or --follow, which show all trajectories after a cursor, in the "
-            "order of their commits"
+            f"{beside[0]}: has no place beside --follow, which shows trajectories in the order of their commits"
         )
     if options.open:
         if options.where or options.columns or options.facts or options.csv or options.pin:
@@ -134,7 +127,7 @@ def _run_list(options: Namespace, out: Output) -> int:
         raise ConfigurationError("--facts lists names, as text, and takes no --where, --columns, --json or --csv")
     if options.sort is not None and not options.sort.strip():
         raise ConfigurationError("--sort: names no fact")
-    if following:
+    if options.follow:
         return _follow(options, out)
     query, code = _query(options)
     if options.facts:
@@ -176,52 +169,40 @@ def _whole(name: str, value: int | None, default: int) -> int:
 
 
 def _follow(options: Namespace, out: Output) -> int:
-    """Write the trajectories after a cursor, or the newest, in the order of their commits; then wait for more."""
-    from trajstore.operations.following import Cursor, Follower
-    from trajstore.query.texts import keys_in
+    """Write the newest trajectories in the order of their commits, a line each, then new ones as they are committed."""
+    from trajstore.operations.opening import open_readable
+    from trajstore.query.engine import pl
+    from trajstore.query.texts import keys_in, spelled
 
-    skip_before = None if options.since is not None else _whole("--limit", options.limit, _LIMIT) or None
-    since = None if options.since is None else Cursor.parse(options.since)
-    with closing(Follower(options.path, since)) as follower:
-        trouble, cursor = "", follower.cursor
-        try:
-            while True:
-                for cursor in _show(follower.news(options.where, keys_in(_names(options))), options, out, skip_before):  # noqa: B007
-                    pass
-                cursor, skip_before = follower.cursor, None
-                if not options.follow:
-                    break
-                out.wait(_PAUSE)
-                try:
-                    follower.refresh()
-                    trouble = ""
-                except (StoreError, OSError) as error:  # may be temporary: a restarting run
-                    if str(error) != trouble:
-                        trouble = str(error)
-                        logger.warning("%s: %s", options.path, error)
-        finally:
-            if not options.json:
-                out.line(f"continue with: trajstore list {options.path} --since {cursor}")
-    return int(follower.damage is not None)
-
-
-def _show(news: News, options: Namespace, out: Output, newest: int | None) -> Iterator[Cursor]:
-    """Write a line for each trajectory, or for the ``newest`` ones; yield the cursor after each."""
-    from trajstore.query.texts import spelled
-
-    for warning in news.warnings:
-        logger.warning("%s: %s", options.path, warning)
-    names = SHOWN if options.columns is None else _known(_names(options), news.table)
-    skipped = 0 if newest is None else max(0, len(news.table) - newest)
-    table = spelled(news.table.slice(skipped), {"trajectory_id"})
-    for row, cursor in zip(table.iter_rows(named=True), news.cursors[skipped:], strict=True):
-        if options.json:
-            named = row if options.columns is None else {name: row[name] for name in names}
-            out.json({**named, "cursor": str(cursor)}, indent=None)
-        else:
-            out.line("  ".join(f"{name} {shown_fact(row[name])}" for name in names if row[name] is not None))
-        yield cursor
-    out.flush()
+    reader, _ = open_readable(options.path)
+    with reader:
+        question = reader.query().order_by("committed", "trajectory_id")
+        question = question if options.where is None else question.where(options.where)
+        names, trouble, shown = _names(options), "", pl.Series([], dtype=pl.Int64)
+        newest = _whole("--limit", options.limit, _LIMIT) or None
+        while True:
+            keys = keys_in(names)
+            table = (question.select(*question.facts().columns, *keys) if keys else question).table()
+            fresh = table.filter(~pl.col("trajectory_id").is_in(shown.implode()))
+            shown = table["trajectory_id"]
+            columns = SHOWN if options.columns is None else _known(names, table)
+            for row in spelled(fresh if newest is None else fresh.tail(newest), {"trajectory_id"}).iter_rows(
+                named=True
+            ):
+                if options.json:
+                    out.json(row if options.columns is None else {name: row[name] for name in columns}, indent=None)
+                else:
+                    out.line("  ".join(f"{name} {shown_fact(row[name])}" for name in columns if row[name] is not None))
+            out.flush()
+            newest = None
+            out.wait(_PAUSE)
+            try:
+                reader.refresh()
+                trouble = ""
+            except (StoreError, OSError) as error:  # may be temporary: a restarting run
+                if str(error) != trouble:
+                    trouble = str(error)
+                    logger.warning("%s: %s", options.path, error)
 
 
 def _names(options: Namespace) -> list[str]:
@@ -294,9 +275,8 @@ LIST = Command(
     summary="list trajectories and their facts",
     description=(
         "List trajectories of a store, checkpoint, run directory or directory of RLinf with facts such as "
-        "task, outcome and policy version, latest commits first. --follow and --since show them in the order of their "
-        "commits, a line each, and a cursor that marks where to continue: nothing is shown twice, even after restarts "
-        "or with new ranks, and ids without a trajectory are counted. Needs Polars (extra 'query')."
+        "task, outcome and policy version, latest commits first. --follow shows them in the order of their commits, a "
+        "line each, with those of ranks that join. Needs Polars (extra 'query')."
     ),
     configure=_configure_list,
     run=_run_list,

@@ -467,20 +467,6 @@ class ValuesOfHandle:
         notes: list[Note] = self._handle._stores.call(rank, "history", number)
         return notes
 
-    def commits(self) -> dict[int, tuple[str, int, int]]:
-        """Return the UUID, an id above all committed ones, and the number of rollbacks of each store, by rank.
-
-        Raises:
-            StoreUnreachableError: a store does not answer.
-        """
-        stores = self._handle._stores
-        return stores.call_all(dict.fromkeys(stores.look_whole(), ()), "commits")
-
-    @property
-    def stride(self) -> int:
-        """Difference of consecutive ids of a store; ids modulo it are ranks."""
-        return MOST_STORES
-
     def _ranks(self, ids: Sequence[int]) -> set[int]:
         """Return the ranks of the stores that gave these ids.
 

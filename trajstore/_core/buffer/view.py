@@ -158,15 +158,6 @@ class View(CommitListener):
         sources = self.contents.sources
         return [source.catalog.store_id for source in sources if isinstance(source, StoreSource)]
 
-    def stores_by_rank(self) -> dict[int, tuple[str, int, int]]:
-        """Return UUID, next id and number of rollbacks of the loaded stores, by rank (or ``ALONE``); not RLinf's."""
-        return {
-            rank: (source.catalog.store_id, source.catalog.next_id, source.catalog.visit)
-            if isinstance(source, StoreSource)
-            else ("", ID_LIMIT, 0)
-            for rank, source in self._loaded_by_rank().items()
-        }
-
     def catalogs_by_rank(self) -> dict[int, Catalog]:
         """Return the catalogs of the loaded stores, by rank; not to be used during a refresh."""
         loaded = self._loaded_by_rank().items()
