@@ -80,7 +80,6 @@ def test_pairs_are_the_best_and_the_worst_of_a_task_and_prompt(tmp_path: Path) -
     assert tools["chosen"][0]["tool_calls"] == [CALL]
     assert [message["content"] for message in tools["chosen"]] == [None, "a", "b"]
     assert (late["chosen_id"], late["rejected_id"]) == ("18", "17")
-    assert "images" not in first
 
 
 def test_single_preferences_are_labelled_by_their_outcome(tmp_path: Path) -> None:
@@ -93,30 +92,26 @@ def test_single_preferences_are_labelled_by_their_outcome(tmp_path: Path) -> Non
     assert rows["completion"][0].to_list()[0]["content"] == "a"
 
 
-@pytest.mark.parametrize(("form", "written"), [("dpo", 2), ("kto", 4), ("trl", 6)])
-def test_images_are_a_column_where_there_are_some(
+@pytest.mark.parametrize(("form", "written"), [("dpo", 1), ("kto", 2), ("trl", 5)])
+def test_contents_that_are_no_texts_are_named(
     tmp_path: Path, form: str, written: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seen = [{"type": "text", "text": "what?"}, PIXELS]
-    later = {"role": "assistant", "content": "hm"}, {"role": "user", "content": seen}
+    texts = ["what ", {"type": "text", "text": "is it?"}]
     store = made(
         tmp_path / "store",
-        *[("a", chat(seen, answer), outcome) for answer, outcome in (("cat", 1.0), ("dog", 0.0))],
-        *[("b", chat("q", answer), outcome) for answer, outcome in (("a", 1.0), ("b", 0.0))],
-        ("c", chat("q", "a", *later), 1.0),
-        ("d", chat([LINK], "a"), 1.0),
+        *[("a", chat(texts, answer), outcome) for answer, outcome in (("cat", 1.0), ("dog", 0.0))],
+        *[("b", chat([*texts, PIXELS], answer), outcome) for answer, outcome in (("a", 1.0), ("b", 0.0))],
+        ("c", chat("q", "a", {"role": "user", "content": [LINK]}), 1.0),
     )
     done = convert_to(store, tmp_path / "out", form, check=True)
-    problems = {
-        "trajectory 4": "messages[2]: an image, which TRL takes only from users before the model's first message",
-        "trajectory 5": "messages[0].content[0]: 'image_url' is no text and no image as data, which TRL takes",
-    }
+    problem = "has an image or another part that is no text; chat has it"
+    problems = {f"trajectory {at}": f"messages[{at // 4}]: {problem}" for at in (2, 3, 4)}
     assert (done.written, done.problems) == (written, {} if form == "trl" else problems)
     assert ("are JSON texts" in caplog.text) == (form == "trl")
     rows = {row["task_id"]: row for row in pl.read_parquet(tmp_path / "out").to_dicts()}
-    assert rows["a"]["images"] == [{"bytes": b"\x89PNG\r\n\x1a\n", "path": None}]
-    assert rows["a"]["prompt"][0]["content"] == [{"type": "text", "text": "what?"}, {"type": "image", "text": None}]
-    assert (rows["b"]["images"], rows["b"]["prompt"][0]["content"]) == ([], [{"type": "text", "text": "q"}])
+    assert rows["a"]["prompt"][0]["content"] == "what is it?"
+    if form == "trl":
+        assert json.loads(rows["b"]["prompt"][0]["content"]) == [*texts, PIXELS]
 
 
 ANTHROPICS = [
@@ -206,7 +201,7 @@ def test_other_forms_of_conversations_become_openais(
     assert line["tools"] == TOOLS
     for form in ("trl", "dpo", "kto", "verl"):
         done = convert_to(store, tmp_path / form, form, check=True)
-        assert (done.problems, done.not_chosen, done.pictured) == ({}, {}, 0)
+        assert (done.problems, done.not_chosen) == ({}, {})
         assert THOUGHTS.keys().isdisjoint(done.changed)
         row = pl.read_parquet(tmp_path / form).to_dicts()[0]
         if form != "verl":
@@ -215,19 +210,6 @@ def test_other_forms_of_conversations_become_openais(
         assert row["messages"][1]["reasoning_content"] == "hm"
     assert main(["convert", str(store), str(tmp_path / "told"), "--to", "chat"]) == 0
     assert f"{store}: thoughts of the model left out: 2\n" in capsys.readouterr().out
-
-
-def test_rollouts_with_images_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = made(tmp_path / "store", ("a", chat([PIXELS], "cat"), 1.0), ("b", chat("q", "a"), 1.0))
-    words = ["convert", str(store), str(tmp_path / "all"), "--to", "kto"]
-    assert main(words) == 0
-    assert "1 rollout has images: TRL needs a vision model for these files; --no-images" in capsys.readouterr().out
-    words[2] = str(tmp_path / "texts")
-    assert main([*words, "--no-images", "--check"]) == 0
-    assert f"{store}: left out: 1 rollout with images\n" in capsys.readouterr().out
-    assert "images" not in pl.read_parquet(tmp_path / "texts").columns
-    with pytest.raises(ConfigurationError, match="jsonl does not take images=False"):
-        convert_to(store, tmp_path / "lines", "jsonl", images=False)
 
 
 def test_a_store_without_pairs_and_files_that_are_not_read(

@@ -25,7 +25,6 @@ def _configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--where", metavar="CONDITION", help='only matching trajectories, e.g. "outcome > 0"')
     parser.add_argument("--pin", metavar="NAME", help="the trajectories of a pin")
-    parser.add_argument("--no-images", action="store_true", help="leave out rollouts that have images")
     parser.add_argument(
         "--check", action="store_true", help="read DST back and compare it with SRC before it appears; stores always"
     )
@@ -41,8 +40,6 @@ def _run(options: Namespace, out: Output) -> int:
         )
     if options.to not in FOREIGN and (options.where is not None or options.pin is not None):
         raise ConfigurationError("convert: --where and --pin select trajectories for files of other programs (--to)")
-    if options.to not in FOREIGN and options.no_images:
-        raise ConfigurationError("convert: --no-images is for files of conversations (--to chat, trl, dpo, kto, verl)")
     if options.to in FOREIGN and options.store_frames_once:
         raise ConfigurationError("convert: --store-frames-once is for stores (--to pt, pkl or zarr, or --from)")
     if options.origin is None and options.to in FORMATS:
@@ -68,7 +65,6 @@ def _foreign(options: Namespace, out: Output) -> int:
                 form.name,
                 where=options.where,
                 pin=options.pin,
-                images=not options.no_images,
                 check=options.check,
                 progress=bar,
             )
@@ -97,12 +93,6 @@ def _foreign(options: Namespace, out: Output) -> int:
         out.line(f"{options.source}: left out: {counted(count, 'rollout')} {why}")
     for what, count in done.changed.items():
         out.line(f"{options.source}: {what}: {count:,}")
-    if done.pictured and form.name in ("trl", "dpo", "kto"):
-        have = "rollout has" if done.pictured == 1 else "rollouts have"
-        out.line(
-            f"{done.target}: {done.pictured:,} {have} images: TRL needs a vision model for these files; --no-images "
-            "leaves such rollouts out"
-        )
     checked = "" if done.checked is None else f", {done.checked:,} compared"
     out.line(f"{done.target}: {counted(done.written, form.one)}{checked}")
     return int(not done.is_whole)

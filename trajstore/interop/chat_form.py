@@ -11,9 +11,6 @@ from trajstore.trajectory import AgentTrajectory
 
 Object = dict[str, Any]
 
-IMAGES = "images"
-"""Key of the images in the counts of :func:`in_chat_form`."""
-
 _THOUGHTS = "thoughts of the model left out"
 _THINKS = ("thinking", "redacted_thinking", "reasoning")
 _OF_CHAT = ("text", "image_url", "image", "input_audio", "audio_url", "video", "video_url", "file", "refusal")
@@ -27,7 +24,7 @@ def in_chat_form(rollout: AgentTrajectory, reasoning: bool) -> tuple[AgentTrajec
         reasoning: what the model thought becomes ``reasoning_content``; else it is left out.
 
     Returns:
-        The rollout, and the numbers of messages in other forms, of what has no place, and of images, by description.
+        The rollout, and the numbers of messages in other forms, and of what has no place, by description.
     """
     counts: Counter[str] = Counter()
     messages: list[Object] = []
@@ -40,8 +37,6 @@ def in_chat_form(rollout: AgentTrajectory, reasoning: bool) -> tuple[AgentTrajec
             messages[-1] = _joined(messages[-1], made.pop(0))
         messages += made
         joins = is_item
-    contents = [message.get("content") for message in messages]
-    counts[IMAGES] = sum(_is_image(part) for content in contents if isinstance(content, list) for part in content)
     metadata = dict(rollout.metadata)
     if isinstance(metadata.get("tools"), list):
         metadata["tools"] = [_tool(tool) for tool in metadata["tools"]]
@@ -131,7 +126,7 @@ def _result(call_id: Any, content: Any, counts: Counter[str]) -> Object:
         if isinstance(part, dict) and isinstance(part.get("text"), str):
             texts.append(part["text"])
         elif isinstance(content, list) and isinstance(part, dict):
-            kind = "images" if _is_image(part) else f"parts of type {part.get('type')!r}"
+            kind = "images" if _url(part) is not None else f"parts of type {part.get('type')!r}"
             counts[f"{kind} in results of tools left out"] += 1
         else:
             texts.append(text_of(part) or "")
@@ -146,10 +141,6 @@ def _thought(part: Object, counts: Counter[str], reasoning: bool) -> str:
     thought = "\n\n".join(text for text in texts if isinstance(text, str) and text)
     counts[_THOUGHTS] += not (reasoning and thought)
     return thought if reasoning else ""
-
-
-def _is_image(part: Any) -> bool:
-    return _url(part) is not None
 
 
 def _url(part: Any) -> str | None:

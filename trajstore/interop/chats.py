@@ -9,9 +9,8 @@ are kept as they are; :mod:`trainer_hooks.replay.message_rows` makes tokens of t
 from __future__ import annotations
 
 import math
-from base64 import b64decode
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -38,12 +37,9 @@ from trajstore.interop.formats import (
     read_parquet,
 )
 from trajstore.interop.rollouts import TENSORS, message_columns, message_type
-from trajstore.query.documents import image_in, text_of
+from trajstore.query.documents import text_of
 from trajstore.query.engine import pl
 from trajstore.trajectory import AgentTrajectory, Reward
-
-Columns = dict[str, Any]
-"""Types of Polars by name."""
 
 LIKED = 0.5
 """Outcomes above this are desirable in ``kto``."""
@@ -63,90 +59,38 @@ def first_reply(rollout: AgentTrajectory) -> int:
     return roles.index("assistant") if "assistant" in roles else len(roles)
 
 
-def conversation(
-    rollout: AgentTrajectory, pictured: bool, whole: bool = False
-) -> tuple[list[Row], list[Row], list[Row]]:
-    """Return the messages before the model's first one, the others, and the images, as columns of :func:`schema_of`.
+def conversation(rollout: AgentTrajectory, whole: bool = False) -> tuple[list[Row], list[Row]]:
+    """Return the messages before the model's first one, and the others, as columns of :func:`message_type`.
 
     Args:
         rollout: with messages.
-        pictured: the content of messages is a list of texts and places of images.
-        whole: keep each message as JSON too, so that what TRL has no place for may be JSON text, with a warning.
+        whole: keep each message as JSON too, so that a content with other parts than texts may be JSON text, with a
+            warning.
 
     Raises:
-        InvalidTrajectoryError: TRL has no place for a part of a message; names it.
+        InvalidTrajectoryError: a content has another part than a text; names it.
     """
-    split, images = first_reply(rollout), []
     columns = [message_columns(message) for message in rollout.messages]
-    if not whole:
-        for message in columns:
-            del message["json"]
-    for number, message in enumerate(rollout.messages):
-        try:
-            parts = _parts(message.get("content"), number, number < split and message.get("role") == "user")
-        except InvalidTrajectoryError:
-            if not whole:
-                raise
-            logger.warning(
-                "convert: contents with images after the model's first message, or with parts that are no texts and no "
-                "images as data, are JSON texts"
-            )
-            parts = [text_of(message.get("content")) or ""]
-        images += [{"bytes": part, "path": None} for part in parts or () if isinstance(part, bytes)]
-        if not pictured:
-            columns[number]["content"] = None if parts is None else "".join(map(str, parts))
-        else:
-            columns[number]["content"] = parts and [
-                {"type": "image", "text": None} if isinstance(part, bytes) else {"type": "text", "text": part}
-                for part in parts
-            ]
-    return columns[:split], columns[split:], images
-
-
-def _parts(content: Any, number: int, takes_images: bool) -> list[str | bytes] | None:
-    """Return the texts and images of a message's content; None without any."""
-    if content is None or isinstance(content, str):
-        return content if content is None else [content]
-    if not isinstance(content, list):
-        return [text_of(content) or ""]
-    parts: list[str | bytes] = []
-    for at, part in enumerate(content):
-        if (image := image_in(part)) is not None:
-            if not takes_images:
-                raise InvalidTrajectoryError(
-                    f"messages[{number}]: an image, which TRL takes only from users before the model's first message"
-                )
-            try:
-                parts.append(b64decode(image[1], validate=True))
-            except ValueError as error:
-                raise InvalidTrajectoryError(f"messages[{number}].content[{at}]: no base64: {error}") from error
-        elif isinstance(part, str):
-            parts.append(part)
-        elif isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-            parts.append(part["text"])
-        else:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    for number, (message, column) in enumerate(zip(rollout.messages, columns, strict=True)):
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        texts = [text for part in parts if isinstance(text := part.get("text") if _is_text(part) else part, str)]
+        if len(texts) < len(parts) and not whole:
             raise InvalidTrajectoryError(
-                f"messages[{number}].content[{at}]: {kind!r} is no text and no image as data, which TRL takes"
+                f"messages[{number}]: has an image or another part that is no text; chat has it"
             )
-    return parts
+        if len(texts) < len(parts):
+            logger.warning("convert: contents with images, or with other parts that are no texts, are JSON texts")
+        elif parts:
+            column["content"] = "".join(texts)
+        if not whole:
+            del column["json"]
+    split = first_reply(rollout)
+    return columns[:split], columns[split:]
 
 
-def is_pictured(items: Iterable[Item]) -> bool:
-    """Return whether a rollout has an image that TRL takes; unreadable ones have none."""
-    for item in items:
-        with suppress(TrajstoreError, OSError):
-            rollout = item.load()
-            if isinstance(rollout, AgentTrajectory) and conversation(rollout, True)[2]:
-                return True
-    return False
-
-
-def schema_of(names: Sequence[str], pictured: bool, others: Columns, *, whole: bool = False) -> Columns:
-    """Return the types of columns: lists of messages by ``names``, ``images`` if there are any, and ``others``."""
-    messages = pl.List(message_type(pictured, whole=whole))
-    images = {"images": pl.List(pl.Struct({"bytes": pl.Binary, "path": pl.String}))} if pictured else {}
-    return {**dict.fromkeys(names, messages), **images, **others}
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
 
 
 _TEXTS = ("task_id", "data_id", "rollout_id", "query")
@@ -250,19 +194,17 @@ def _messages_of(name: str, messages: Any, role: str) -> list[Any]:
     ]
 
 
-def _write_trl(path: Path, selection: Selection) -> PartsWriter:
-    pictured = is_pictured(selection.items())
+def _trl_row(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
+    parts, metadata = _parts_of(rollout)
+    prompt, completion = conversation(rollout, whole=True)
+    tools = text_of(_tools_in(metadata))
+    return {"prompt": prompt, "completion": completion, "tools": tools, **parts, "metadata": text_of(metadata)}
+
+
+def _write_trl(path: Path, _: Selection) -> PartsWriter:
+    messages = dict.fromkeys(("prompt", "completion"), pl.List(message_type()))
     texts = dict.fromkeys(("tools", *_TEXTS, "metadata"), pl.String)
-    schema = schema_of(("prompt", "completion"), pictured, {"reward": pl.Float64, **texts}, whole=True)
-
-    def row_of(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
-        parts, metadata = _parts_of(rollout)
-        prompt, completion, images = conversation(rollout, pictured, whole=True)
-        tools = text_of(_tools_in(metadata))
-        row = {"prompt": prompt, "completion": completion, "tools": tools, **parts, "metadata": text_of(metadata)}
-        return row | ({"images": images} if pictured else {})
-
-    return PartsWriter(path, row_of, schema)
+    return PartsWriter(path, _trl_row, {**messages, "reward": pl.Float64, **texts})
 
 
 def _of_trl(row: Row) -> AgentTrajectory:
@@ -401,7 +343,7 @@ def _judged(items: Iterable[Item], left_out: Counter[str]) -> Iterator[_Judged |
             rollout = item.load()
             if not isinstance(rollout, AgentTrajectory):
                 raise InvalidTrajectoryError("is not a rollout")
-            conversation(rollout, False)
+            conversation(rollout)
         except (TrajstoreError, OSError) as error:
             yield damaged(item.key, str(error), item.done)
             continue
@@ -466,44 +408,38 @@ def _each(items: Iterable[Item]) -> tuple[list[Item], Counter[str]]:
     return [found if isinstance(found, Item) else found.item for found in _judged(items, left_out)], left_out
 
 
-def _pair_row(pair: Any, facts: Mapping[str, Any], pictured: bool) -> Row:
+def _pair_row(pair: Any, facts: Mapping[str, Any]) -> Row:
     chosen, rejected = pair
-    row = _columns(chosen, "chosen", pictured) | {"rejected": conversation(rejected, pictured)[1]}
+    row = _columns(chosen, "chosen") | {"rejected": conversation(rejected)[1]}
     for name, one in (("chosen", chosen), ("rejected", rejected)):
         row |= {f"{name}_id": str(facts[f"{name}_trajectory_id"]), f"{name}_outcome": _outcome(one)}
     return row
 
 
-def _row(rollout: AgentTrajectory, facts: Mapping[str, Any], pictured: bool) -> Row:
+def _row(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
     outcome = _outcome(rollout)
     own = {"label": outcome is not None and outcome > LIKED, "outcome": outcome}
-    return {**_columns(rollout, "completion", pictured), **own, "trajectory_id": str(facts["trajectory_id"])}
+    return {**_columns(rollout, "completion"), **own, "trajectory_id": str(facts["trajectory_id"])}
 
 
-def _columns(rollout: AgentTrajectory, answer: str, pictured: bool) -> Row:
+def _columns(rollout: AgentTrajectory, answer: str) -> Row:
     """Return the columns of a conversation, whose messages after the prompt are the column ``answer``."""
-    prompt, messages, images = conversation(rollout, pictured)
+    prompt, messages = conversation(rollout)
     tools = text_of(rollout.metadata.get("tools"))
-    row: Row = {"prompt": prompt, answer: messages, "tools": tools, "task_id": rollout.task_id}
-    return row | ({"images": images} if pictured else {})
+    return {"prompt": prompt, answer: messages, "tools": tools, "task_id": rollout.task_id}
 
 
-def _write_pairs(path: Path, selection: Selection) -> PartsWriter:
-    pictured = is_pictured(selection.items())
-    texts: Columns = dict.fromkeys(("tools", "task_id", "chosen_id", "rejected_id"), pl.String)
-    outcomes: Columns = dict.fromkeys(("chosen_outcome", "rejected_outcome"), pl.Float64)
-    schema = schema_of(("prompt", "chosen", "rejected"), pictured, texts | outcomes)
-    return PartsWriter(path, partial(_pair_row, pictured=pictured), schema)
+def _write_pairs(path: Path, _: Selection) -> PartsWriter:
+    messages = dict.fromkeys(("prompt", "chosen", "rejected"), pl.List(message_type(whole=False)))
+    texts = dict.fromkeys(("tools", "task_id", "chosen_id", "rejected_id"), pl.String)
+    outcomes = dict.fromkeys(("chosen_outcome", "rejected_outcome"), pl.Float64)
+    return PartsWriter(path, _pair_row, {**messages, **texts, **outcomes})
 
 
-def _write_each(path: Path, selection: Selection) -> PartsWriter:
-    pictured = is_pictured(selection.items())
-    others = {
-        "label": pl.Boolean,
-        **dict.fromkeys(("tools", "task_id", "trajectory_id"), pl.String),
-        "outcome": pl.Float64,
-    }
-    return PartsWriter(path, partial(_row, pictured=pictured), schema_of(("prompt", "completion"), pictured, others))
+def _write_each(path: Path, _: Selection) -> PartsWriter:
+    messages = dict.fromkeys(("prompt", "completion"), pl.List(message_type(whole=False)))
+    texts = dict.fromkeys(("tools", "task_id", "trajectory_id"), pl.String)
+    return PartsWriter(path, _row, {**messages, "label": pl.Boolean, **texts, "outcome": pl.Float64})
 
 
 _CANNOT_CARRY = (*NO_MESSAGES, "data_id", "rollout_id", "query", "metadata")

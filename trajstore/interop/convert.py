@@ -47,7 +47,7 @@ from trajstore.errors import (
     listed,
     written,
 )
-from trajstore.interop.chat_form import IMAGES, in_chat_form
+from trajstore.interop.chat_form import in_chat_form
 from trajstore.interop.episodes import Joiner, Part
 from trajstore.interop.formats import UNREADABLE, Format, Item, Kind, Selection, Source, Writer, damaged, logger, read_parquet
 from trajstore.operations.opening import open_readable
@@ -91,9 +91,8 @@ class Converted:
         lost: those of them that a converted trajectory had.
         written: number of rollouts or episodes written.
         left_out: number of trajectories of the other kind.
-        not_chosen: numbers of rollouts that were left out by their outcomes or images, by reason.
+        not_chosen: numbers of rollouts that were left out by their outcomes, by reason.
         changed: numbers of messages that were put into OpenAI's chat form, and of what has no place there.
-        pictured: how many of ``written`` have images.
         problems: reason by key for each item that was not written.
         checked: how many were read back and compared; None without ``check``.
         damage: damage of a store that hides an unknown set of trajectories; None if there is none.
@@ -106,7 +105,6 @@ class Converted:
     left_out: int = 0
     not_chosen: Mapping[str, int] = field(default_factory=dict)
     changed: Mapping[str, int] = field(default_factory=dict)
-    pictured: int = 0
     problems: dict[str, str] = field(default_factory=dict)
     checked: int | None = None
     damage: str | None = None
@@ -153,7 +151,6 @@ def convert_to(
     *,
     where: str | None = None,
     pin: str | None = None,
-    images: bool = True,
     check: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
@@ -167,7 +164,6 @@ def convert_to(
         format_name: one of :data:`FORMATS`.
         where: SQL condition on facts; None converts all.
         pin: convert the trajectories of this pin instead of the present ones.
-        images: False leaves out rollouts that have images, for formats of conversations.
         check: read the files back and compare them with the store before they appear.
         progress: called with (done, total) trajectories.
 
@@ -186,8 +182,6 @@ def convert_to(
     write = form.write
     if write is None:
         raise ConfigurationError(f"convert: {form.name} can only be read, not written")
-    if not images and form.thoughts is None:
-        raise ConfigurationError(f"convert: {form.name} does not take images=False (--no-images)")
     path = local_target("convert", target)
     if nested(LocalDirectory(path), open_directory(source)):
         raise ConfigurationError(f"convert: {path} is in the source; name another target")
@@ -213,17 +207,8 @@ def convert_to(
             return items if form.thoughts is None else _in_chat_form(items, form.thoughts, counts)
 
         chosen = None
-        if not images:
-            items = list(stored())
-            for item in items:
-                with suppress(TrajstoreError, OSError):  # named when it is converted
-                    item.load()
-            kept = [row for row, item in zip(wanted, items, strict=True) if not counts[item.key][IMAGES]]
-            result.not_chosen = {"with images": len(wanted) - len(kept)} if len(kept) < len(wanted) else {}
-            wanted = kept
         if form.choose is not None:
-            chosen, not_chosen = form.choose(stored())
-            result.not_chosen = {**result.not_chosen, **not_chosen}
+            chosen, result.not_chosen = form.choose(stored())
             if not chosen:
                 left_out = [f"{count:,} {why}" for why, count in result.not_chosen.items()]
                 raise ConfigurationError(f"convert: {source}: no {form.one}s: {listed(left_out, 9) or 'no rollouts'}")
@@ -233,9 +218,7 @@ def convert_to(
         if form.kind == "episodes" and LATE not in result.lost and _have_late_values(reader, wanted):
             result.lost.append(LATE)
         written_counts = [count for key, count in counts.items() if key not in result.problems]
-        result.pictured = sum(count[IMAGES] > 0 for count in written_counts)
-        changed = sum(written_counts, Counter[str]())
-        result.changed = {what: count for what, count in changed.items() if what != IMAGES}
+        result.changed = sum(written_counts, Counter[str]())
         if check:
             rows = [Item(item.key, partial(_encoded, item, writer), item.done) for item in chosen or ()]
             _check(lambda: rows or stored(), form, made, result, True)

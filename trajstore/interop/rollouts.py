@@ -188,20 +188,18 @@ def _parquet_schema(late: Mapping[str, pl.DataType], is_run: bool) -> dict[str, 
     }
 
 
-def message_type(pictured: bool = False, *, whole: bool = True) -> pl.DataType:
+def message_type(*, whole: bool = True) -> pl.DataType:
     """Return the type of a message in Parquet files: texts and tool calls that chat templates see, and all as JSON.
 
     Args:
-        pictured: the content is a list of texts and places of images.
         whole: with JSON.
     """
     call = pl.Struct(
         {"id": pl.String, "type": pl.String, "function": pl.Struct({"name": pl.String, "arguments": pl.String})}
     )
     texts = dict.fromkeys(_MESSAGE_TEXTS, pl.String)
-    parts = {"content": pl.List(pl.Struct({"type": pl.String, "text": pl.String}))} if pictured else {}
     rest = {"json": pl.String} if whole else {}
-    return pl.Struct({**texts, **parts, "tool_calls": pl.List(call), **rest})
+    return pl.Struct({**texts, "tool_calls": pl.List(call), **rest})
 
 
 _MESSAGE_TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")
