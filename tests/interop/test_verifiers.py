@@ -1,4 +1,4 @@
-"""Traces of verifiers become rollouts, and come back equal; with the real package, also its branches."""
+"""Traces of verifiers become rollouts; with the real package, its branches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import torch
 
 from tests.stores import stored
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError
 from trajstore.interop.convert import convert_from
-from trajstore.interop.verifiers import rollouts_of, trace_of
+from trajstore.interop.verifiers import rollouts_of
 
 
 def made_trace(seed: int = 0, size: int = 12, *, relayed: bool = False, **more: Any) -> dict[str, Any]:
@@ -63,13 +62,13 @@ def through_a_store(path: Path, trace: dict[str, Any]) -> list[AgentTrajectory]:
 
 @pytest.mark.parametrize(("seed", "size"), [(seed, 1 + 3 * seed) for seed in range(8)])
 @pytest.mark.parametrize("relayed", [False, True])
-def test_a_trace_comes_back_and_each_sampled_token_is_trained_once(
+def test_a_rollout_for_each_branch_trains_each_sampled_token_once(
     seed: int, size: int, relayed: bool, tmp_path: Path
 ) -> None:
     trace = made_trace(seed, size, relayed=relayed)
     rows = through_a_store(tmp_path / "store", trace)
-    assert trace_of(rows[::-1]) == trace
     assert trace == made_trace(seed, size, relayed=relayed)  # not changed
+    assert rows[0].metadata["verifiers"]["trace"] == {name: trace[name] for name in trace if name != "nodes"}
     parents = {node.get("parent") for node in trace["nodes"]}
     assert len(rows) == len([number for number in range(size) if number not in parents])
     assert {row.reward and row.reward.outcome for row in rows} == {1.0}
@@ -82,6 +81,9 @@ def test_a_trace_comes_back_and_each_sampled_token_is_trained_once(
             node = trace["nodes"][int(call["id"])]
             assert row.input_ids is not None
             assert row.input_ids[call["start"] : call["stop"]].tolist() == node["token_ids"][1:]
+            assert (row.response_start, row.rollout_log_probs) != (None, None)
+            shown = row.rollout_log_probs[call["start"] - row.response_start :][: len(node["logprobs"])]
+            assert shown.tolist() == pytest.approx(node["logprobs"])
 
 
 def test_an_agent_that_is_not_trained_has_a_group_of_its_own_and_no_mask() -> None:
@@ -89,7 +91,6 @@ def test_an_agent_that_is_not_trained_has_a_group_of_its_own_and_no_mask() -> No
     rows = rollouts_of(trace)
     assert {row.task_id for row in rows} == {"t-7/judge"}
     assert all(row.loss_mask is None or not row.loss_mask.any() for row in rows)
-    assert trace_of(rows) == trace
 
 
 def test_files_of_a_run_are_converted_and_bad_traces_are_named(tmp_path: Path) -> None:
@@ -117,22 +118,15 @@ def test_files_of_a_run_are_converted_and_bad_traces_are_named(tmp_path: Path) -
     for row in rows:
         by_trace.setdefault(row.rollout_id, []).append(row)
     first, second, empty = by_trace.values()
-    assert (trace_of(first), trace_of(second), trace_of(empty)["nodes"]) == (good, other, [])
+    assert [len(rows) for rows in (first, second)] == [len(rollouts_of(trace)) for trace in (good, other)]
+    assert (len(empty), empty[0].messages) == (1, [])
     assert ({row.policy_version for row in first}, second[0].policy_version) == ({3}, None)
     assert first[0].metadata["verifiers"]["episode"] == {"id": "e", "ok": True, "run": work}
-
-
-def test_rollouts_that_are_not_one_whole_trace_are_refused() -> None:
-    rows = rollouts_of(made_trace(3)) + rollouts_of(made_trace(5))
-    for wrong in (rows, rows[:1], [AgentTrajectory()]):
-        with pytest.raises(ConfigurationError, match="must be all paths of one trace"):
-            trace_of(wrong)
 
 
 def test_verifiers_itself_reads_the_same_branches(tmp_path: Path) -> None:
     vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
     from verifiers.v1 import graph
-    from verifiers.v1.trace import WireTrace
 
     task = vf.TraceTask(type="Task", data=vf.TaskData(idx=0, prompt="x"), key="t")
     trace = vf.Trace(agent=vf.AgentInfo(config=vf.AgentConfig()), task=task)
@@ -157,9 +151,7 @@ def test_verifiers_itself_reads_the_same_branches(tmp_path: Path) -> None:
     turn([user, vf.AssistantMessage(content="rewritten")], [1, 2, 30], [(0, 2), (2, 3)], "d", [12])
     trace.record_reward("r", 1.0)
     rows = through_a_store(tmp_path / "store", trace.to_record())
-    again, before = WireTrace.model_validate(trace_of(rows)), WireTrace.model_validate(trace.to_record())
-    assert again == before
-    assert len(again.branches) == len(rows) == 3
+    assert len(trace.branches) == len(rows) == 3
     for branch, row in zip(trace.branches, rows, strict=True):
         assert row.input_ids is not None
         assert row.rollout_log_probs is not None

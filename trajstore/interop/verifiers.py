@@ -1,10 +1,10 @@
-"""Traces of verifiers 1.0 (``verifiers``): a rollout for each branch, and back. Does not import ``verifiers``."""
+"""Traces of verifiers 1.0 (``verifiers``): a rollout for each branch, read only. Does not import ``verifiers``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,11 @@ import orjson
 import torch
 
 from trajstore.errors import ConfigurationError, TrajstoreError
-from trajstore.interop.formats import Format, Item, Row, Source, damaged, read_lines, unreadable
+from trajstore.interop.formats import Format, Item, Row, Source, damaged, logger, read_lines, unreadable
 from trajstore.trajectory import AgentTrajectory, Reward
 
 _OURS = "verifiers"
-"""Key of ``metadata`` with what the fields of rollouts have no place for."""
-
-_VALUES = ("message", "token_ids", "mask", "is_content", "logprobs")
-"""Fields of a node that are the rollout's, or are written shorter."""
+"""Key of the first rollout's ``metadata`` with the other values of the trace and its episode."""
 
 
 @unreadable("is no trace", kind=ConfigurationError)
@@ -61,11 +58,8 @@ def rollouts_of(trace: Mapping[str, Any], episode: Mapping[str, Any] | None = No
             for number, begin in zip(line, begins, strict=False)
             for start, stop in _spans(nodes[number]["mask"])
         ]
-        fresh = [number for number in line if number not in known]
-        columns, has_log_probs = _columns(nodes, line, known if agent.get("trainable", True) else set(line))
+        columns = _columns(trace["id"], nodes, line, known if agent.get("trainable", True) else set(line))
         known.update(line)
-        about["path"] = line
-        about["nodes"] = [_short(nodes[number], has_log_probs) for number in fresh]
         rollouts.append(
             AgentTrajectory(
                 messages=[nodes[number]["message"] for number in line],
@@ -77,7 +71,7 @@ def rollouts_of(trace: Mapping[str, Any], episode: Mapping[str, Any] | None = No
                 policy_version=version,
                 metadata={
                     "session": {"id": trace["id"], "path": path, "paths": max(1, len(leaves)), "calls": calls},
-                    _OURS: about,
+                    **({_OURS: about} if about else {}),
                 },
             )
         )
@@ -88,48 +82,18 @@ def rollouts_of(trace: Mapping[str, Any], episode: Mapping[str, Any] | None = No
 _TRUNCATED = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "context_length")
 
 
-def trace_of(rollouts: Sequence[AgentTrajectory]) -> Row:
-    """Return the trace of all rollouts that were made of it; the inverse of :func:`rollouts_of`.
-
-    ``verifiers.v1.trace.WireTrace.model_validate`` takes it.
-
-    Args:
-        rollouts: of one trace, in any order.
-
-    Raises:
-        ConfigurationError: they are not all the rollouts of one trace.
-    """
-    rows = sorted(rollouts, key=lambda rollout: rollout.metadata.get("session", {}).get("path", 0))
-    sessions = [rollout.metadata.get("session", {}) for rollout in rows]
-    ids = {session.get("id") for session in sessions}
-    found = [session.get("path") for session in sessions]
-    if len(ids) != 1 or found != list(range(sessions[0].get("paths", -1))) or _OURS not in rows[0].metadata:
-        raise ConfigurationError(f"rollouts: are paths {found} of {len(ids)} traces, must be all paths of one trace")
-    nodes: dict[int, Row] = {}
-    for rollout in rows:
-        about = rollout.metadata[_OURS]
-        shorts = iter(about["nodes"])
-        at = 0
-        for number, message in zip(about["path"], rollout.messages, strict=True):
-            if number not in nodes:
-                nodes[number] = _whole(next(shorts), message, rollout, at)
-            at += len(nodes[number].get("token_ids", ()))
-    return {**rows[0].metadata[_OURS]["trace"], "nodes": [nodes[number] for number in sorted(nodes)]}
-
-
 def _checked(number: int, node: Mapping[str, Any]) -> Row:
     """Return a node with all its lists.
 
     Raises:
         ConfigurationError: its lists or its parent are wrong.
     """
-    whole = {"token_ids": [], "mask": [], **node, "keys": node.keys()}
+    whole = {"token_ids": [], "mask": [], **node}
     parent, size = node.get("parent"), len(whole["token_ids"])
     if parent is not None and not 0 <= parent < number:
         raise ConfigurationError(f"nodes[{number}].parent: {parent}, must be a node before")
-    for name in ("mask", "is_content") if node.get("is_content") else ("mask",):
-        if len(whole[name]) != size:
-            raise ConfigurationError(f"nodes[{number}].{name}: has {len(whole[name])} values for {size} tokens")
+    if len(whole["mask"]) != size:
+        raise ConfigurationError(f"nodes[{number}].mask: has {len(whole['mask'])} values for {size} tokens")
     return whole
 
 
@@ -142,71 +106,37 @@ def _line(nodes: Sequence[Row], leaf: int) -> list[int]:
     return line[::-1]
 
 
-def _columns(nodes: Sequence[Row], line: Sequence[int], trained: set[int]) -> tuple[dict[str, Any], bool]:
-    """Return the columns of tokens of a path, and whether they have its log-probs."""
+def _columns(trace: str, nodes: Sequence[Row], line: Sequence[int], trained: set[int]) -> dict[str, Any]:
+    """Return the columns of tokens of a path."""
 
     def joined(name: str) -> list[Any]:
         return list(chain.from_iterable(nodes[number].get(name) or [] for number in line))
 
     tokens = joined("token_ids")
     if not tokens:
-        return {}, False
+        return {}
     sampled = np.array(joined("mask"), bool)
     fresh = np.repeat([number not in trained for number in line], [len(nodes[number]["token_ids"]) for number in line])
     mask = torch.from_numpy((sampled & fresh).astype(np.int64))
     columns: dict[str, Any] = {"input_ids": torch.tensor(tokens), "loss_mask": mask}
     if not sampled.any():
-        return columns, False
+        return columns
     start = int(sampled.argmax())
     columns |= {"response_start": start, "response_mask": mask[start:].clone()}
-    has_log_probs = all(len(nodes[number].get("logprobs") or []) == sum(nodes[number]["mask"]) for number in line)
-    if has_log_probs:
+    given = joined("logprobs")
+    if all(len(nodes[number].get("logprobs") or []) == sum(nodes[number]["mask"]) for number in line):
         log_probs = np.zeros(len(tokens), np.float32)
-        log_probs[sampled] = joined("logprobs")
+        log_probs[sampled] = given
         columns["rollout_log_probs"] = torch.from_numpy(log_probs[start:])
-    return columns, has_log_probs
-
-
-def _short(node: Row, has_log_probs: bool) -> Row:
-    """Return what the columns of its rollout do not have of a node: flags as lengths of runs, of False first."""
-    short = {name: node[name] for name in node["keys"] if name not in _VALUES}
-    if "token_ids" in node["keys"]:
-        short["tokens"] = len(node["token_ids"])
-    for name in ("mask", "is_content"):
-        if name in node["keys"]:
-            short[name] = _runs(node[name])
-    if "logprobs" in node["keys"]:
-        values = node["logprobs"]
-        is_there = has_log_probs and bool(values) and np.array_equal(np.float32(values), values)
-        short["logprobs"] = is_there or values
-    return short
-
-
-def _whole(short: Mapping[str, Any], message: Any, rollout: AgentTrajectory, begin: int) -> Row:
-    """Return the node of what :func:`_short` returned, whose tokens begin at ``begin`` in its rollout."""
-    node = {name: value for name, value in short.items() if name != "tokens"} | {"message": message}
-    if "tokens" in short:
-        ids = () if rollout.input_ids is None else rollout.input_ids[begin : begin + short["tokens"]].tolist()
-        node["token_ids"] = list(ids)
-    for name in ("mask", "is_content"):
-        if name in short:
-            node[name] = [bool(at % 2) for at, count in enumerate(short[name]) for _ in range(count)]
-    if short.get("logprobs") is True and rollout.rollout_log_probs is not None:
-        first = begin - (rollout.response_start or 0)
-        spans = [rollout.rollout_log_probs[first + start : first + stop] for start, stop in _spans(node["mask"])]
-        node["logprobs"] = torch.cat(spans).tolist()
-    return node
-
-
-def _runs(flags: Sequence[bool]) -> list[int]:
-    runs = [len(list(group)) for _, group in groupby(flags)]
-    return [0, *runs] if flags and flags[0] else runs
+    elif given:
+        logger.warning("convert: trace %s: a sampled token lacks its log-prob, so all of its path are left out", trace)
+    return columns
 
 
 def _spans(flags: Sequence[bool]) -> list[tuple[int, int]]:
     """Return where flags are True."""
-    ends = [0, *accumulate(_runs(flags))]
-    return [*zip(ends[1::2], ends[2::2], strict=False)]
+    steps = np.diff(np.array([0, *flags, 0], np.int8))
+    return [*zip(np.flatnonzero(steps > 0).tolist(), np.flatnonzero(steps < 0).tolist(), strict=True)]
 
 
 def _read(path: Path) -> Source:
@@ -240,4 +170,6 @@ def _parsed(row: Row) -> AgentTrajectory:
     return AgentTrajectory(metadata=row)
 
 
-FORMATS = (Format("verifiers", "rollouts", (), (), _read),)
+_NOT_READ = ("values of nodes other than message, tokens, mask and log-probs",)
+
+FORMATS = (Format("verifiers", "rollouts", (), _NOT_READ, _read),)
