@@ -113,45 +113,15 @@ def test_episodes_of_a_block_by_environment(run: Run, tmp_path: Path) -> None:
         curr_obs={"wrist_camera": image},
     )
     stored(tmp_path / "store", [made])
-    names = ("environment", "first", "last", "return_in_block", "end", "continues", "goes_on_in")
+    names = ("environment", "first", "last", "return_in_block", "end")
     rows = [(0, 0, 2, 6.0, "truncated"), (0, 4, 5, 18.0, None), (1, 0, 5, 36.0, "terminated")]
-    rows = [(*row, None, None) for row in rows]
     report = run.json("inspect", tmp_path / "store", "--trajectory", 0)
-    assert report["episodes_elsewhere"].startswith("unknown"), "it has no next_obs"
     assert report["episodes"] == [dict(zip(names, row, strict=True)) for row in rows]
     out = run.out("inspect", tmp_path / "store", "--trajectory", 0)
     lines = [line.split() for line in out.splitlines()]
     assert ["0", "4", "5", "18"] in lines
     assert ["1", "0", "5", "36", "terminated"] in lines
     assert max(map(len, out.splitlines()[2:])) <= 80
-
-
-def crossing(number: int) -> list[Trajectory]:
-    """Return blocks of 3 steps of 2 environments: episodes of 5 steps and of 4, with rewards 1."""
-    states = torch.arange(3 * number + 1.0).reshape(-1, 1, 1) + torch.tensor([0.0, 1000.0]).reshape(2, 1)
-    ends = torch.zeros(3 * number, 2, 1, dtype=torch.bool)
-    ends[4::5, 0] = ends[3::4, 1] = True
-    return [
-        Trajectory(
-            rewards=torch.ones(3, 2, 1),
-            dones=ends[start : start + 3],
-            curr_obs={"states": states[start : start + 3]},
-            next_obs={"states": states[start + 1 : start + 4]},
-        )
-        for start in range(0, 3 * number, 3)
-    ]
-
-
-def test_parts_of_an_episode_name_the_blocks_of_the_others(run: Run, tmp_path: Path) -> None:
-    stored(tmp_path / "run" / "rank_0", crossing(3), each=True)
-    report = run.json("inspect", tmp_path / "run", "--trajectory", "0/1")
-    assert report["episodes_elsewhere"] is None
-    names = ("environment", "first", "last", "return_in_block", "end", "continues", "goes_on_in")
-    rows = [(0, 0, 1, 2.0, "done", "0/0", None), (0, 2, 2, 1.0, None, None, "0/2")]
-    rows += [(1, 0, 0, 1.0, "done", "0/0", None), (1, 1, 2, 2.0, None, None, "0/2")]
-    assert report["episodes"] == [dict(zip(names, row, strict=True)) for row in rows]
-    out = run.out("inspect", tmp_path / "run", "--trajectory", "0/1")
-    assert "return in block  end   continues  goes on in" in out
 
 
 def test_numbers_that_json_lacks(run: Run, tmp_path: Path) -> None:

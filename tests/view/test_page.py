@@ -644,33 +644,23 @@ def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Ser
     assert "no episodes" in text_of(page, "main .trouble")
 
 
-def test_an_episode_leads_to_its_parts_in_other_blocks(tmp_path: Path, serve: Serve, page: Page) -> None:
-    steps = torch.arange(10.0).reshape(-1, 1, 1)
+def test_an_episode_leads_to_the_next_block(tmp_path: Path, serve: Serve, page: Page) -> None:
+    steps = torch.arange(6.0).reshape(-1, 1, 1)
     blocks = [
-        Trajectory(
-            rewards=torch.full((3, 1, 1), torch.nan if start == 6 else 1.0),
-            dones=steps[start : start + 3] == 4,
-            curr_obs={"states": steps[start : start + 3], "task": "lift"},
-            next_obs={"states": steps[start + 1 : start + 4]},
-        )
-        for start in (0, 3, 6)
+        Trajectory(rewards=torch.full((3, 1, 1), reward), dones=steps[:3] == 4, curr_obs={"task": "lift"})
+        for reward in (1.0, torch.nan)
     ]
     address = serve(stored(tmp_path, blocks))
-    page.open(f"{address}/#/trajectory/1")
+    page.open(f"{address}/#/trajectory/0")
     page.until("document.querySelector('.goes-on a')")
-    assert text_of(page, ".goes-on") == (
-        "The first episode here continues the one of block 0. No episode ends at the last step. It goes on in block 2."
-    )
+    assert "It goes on in the block that was recorded next: 1, unless" in text_of(page, ".goes-on")
     assert text_of(page, ".note") == "curr_obs.task: lift"
-    assert "in this block; the first episode began before it" in text_of(page, "[data-curve=return] figcaption")
+    assert "since the episode began, or this block" in text_of(page, "[data-curve=return] figcaption")
     assert page.run("return [...document.querySelectorAll('.neighbours .button')].map((one) => one.textContent)") == [
         *("\u2039 Previous", "Next \u203a")  # blocks without an outcome are no failures
     ]
     page.click(".goes-on a")
-    page.until("location.hash.startsWith('#/trajectory/0') && document.querySelector('.goes-on')?.textContent")
-    assert "since the episode began" in text_of(page, "[data-curve=return] figcaption")
-    page.open(f"{address}/#/trajectory/2")
-    page.until("document.querySelector('[data-curve=rewards] canvas')")
+    page.until("location.hash.startsWith('#/trajectory/1') && document.querySelector('[data-curve=rewards] canvas')")
     assert not page.run("return document.querySelector('[data-curve=return]')"), "its rewards are unknown"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -15,7 +14,6 @@ import torch
 
 from trajstore._core.columns.fields import VALID
 from trajstore._core.columns.schema import Extent, Schema
-from trajstore._core.files.local import LocalDirectory
 from trajstore._core.reading.shard_access import ShardAccess
 from trajstore._core.store.catalog import Catalog
 from trajstore.errors import CorruptStoreError
@@ -87,59 +85,6 @@ def add_block(
         seam = None if dones is None else _seam(number, schema, extent, rows)
         broken = _broken_epochs(schema, extent, rows)
         statistics.add(columns["rewards"], dones, seam, broken, columns.get(VALID))
-
-
-@dataclass(frozen=True, slots=True)
-class Around:
-    """The other parts of the episodes that cross a block's borders, per environment.
-
-    Attributes:
-        before: ids of the blocks that its first episodes continue; None where there is none.
-        after: ids of the blocks in which its last episodes go on; None where there is none.
-    """
-
-    before: list[int | None]
-    after: list[int | None]
-
-
-def around(catalog: Catalog, position: int) -> Around | None:
-    """Find the blocks that have the other parts of a block's episodes, by the rule of :class:`RewardStatistics`.
-
-    Looks at the :data:`NEAR` trajectories before and after it. None if unknown: without observations before and after
-    each step, without ``dones``, or in object storage, where each of them would be fetched as a whole.
-
-    Raises:
-        CorruptStoreError: the block is damaged. Damaged neighbours are passed over.
-    """
-    if not isinstance(catalog.directory, LocalDirectory):
-        return None
-    index, access = catalog.index, ShardAccess(catalog)
-
-    def border(at: int) -> Border | None:
-        dones = access.columns(index, at, ("dones",)).get("dones")
-        return border_of(access.schema(index, at), index.extent(at), partial(access.rows, index, at), dones)
-
-    try:
-        own = border(position)
-        if own is None:
-            return None
-        found: list[list[int | None]] = []
-        for step in (-1, 1):
-            wanted = own.first if step < 0 else own.open
-            ids: list[int | None] = [None] * index.extent(position).batch
-            for at in range(position + step, position + step * (NEAR + 1), step):
-                left = {key: number for key, number in wanted.items() if ids[number] is None}
-                if not left or not index.first <= at < index.first + len(index):
-                    break
-                with suppress(CorruptStoreError):
-                    other = border(at)
-                    keys = set() if other is None else (other.open if step < 0 else other.first).keys()
-                    for key in left.keys() & keys:
-                        ids[left[key]] = int(index.at("trajectory_id", at))
-            found.append(ids)
-        return Around(*found)
-    finally:
-        access.close()
 
 
 @dataclass(frozen=True, slots=True)

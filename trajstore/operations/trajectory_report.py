@@ -27,7 +27,6 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
     listed,
 )
-from trajstore.operations.measure import Around, around
 from trajstore.operations.opening import announced, needed_now
 from trajstore.operations.statistics import sampled_rows, tensor_report
 from trajstore.operations.tokenizers import tokenizer_at
@@ -35,9 +34,6 @@ from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajector
 
 _ENDS = {"dones": "done", "truncations": "truncated", "terminations": "terminated"}
 """How episodes end, by the field that says so; the last one counts."""
-
-_UNKNOWN = "unknown: needs dones, curr_obs, next_obs, a local disk"
-"""Why it is unknown in which other blocks the episodes of a block are."""
 
 Report = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -119,9 +115,7 @@ def inspect_trajectory(
         if sample is not None:
             by_row = {column.name for column in manifest.schema.columns if column.axis is not Axis.DOCUMENT}
             return report | _sample(number, tensors, steps, batch, sample, by_row)
-        others = around(catalog, position)
-        report["episodes"] = _episodes(tensors, steps, batch, others, number - own_id(number))
-        report["episodes_elsewhere"] = None if others else _UNKNOWN
+        report["episodes"] = _episodes(tensors, steps, batch)
     return report | {"columns": [tensor_report(*item) for item in tensors.items()]}
 
 
@@ -210,22 +204,16 @@ def _sample(
     return {"sample": sample, "step": step, "environment": environment, "values": values}
 
 
-def _episodes(
-    tensors: dict[str, torch.Tensor], steps: int, batch: int, others: Around | None, rank: int
-) -> list[Report]:
-    """Return the parts of episodes in a block.
+def _episodes(tensors: dict[str, torch.Tensor], steps: int, batch: int) -> list[Report]:
+    """Return the parts of episodes in a block: ``{"environment", "first", "last", "return_in_block", "end"}``.
 
-    Each is ``{"environment", "first", "last", "return_in_block", "end", "continues", "goes_on_in"}``. ``first`` and
-    ``last`` are valid steps. ``return_in_block`` is the sum of the rewards of these steps, None without rewards, and
-    ``end`` how the episode ends: None if it goes on after the block, or if ends are not recorded. ``continues`` and
-    ``goes_on_in`` are the ids of the blocks with the parts before and after; None where there is none.
+    ``first`` and ``last`` are valid steps. ``return_in_block`` is the sum of the rewards of these steps, None without
+    rewards, and ``end`` how the episode ends: None if it goes on after the block, or if ends are not recorded.
 
     Args:
         tensors: columns of the block.
         steps: T.
         batch: B.
-        others: where its episodes continue; None if unknown.
-        rank: added to ids of the store.
     """
     ends = np.full((steps, batch), None, object)
     for name, end in _ENDS.items():
@@ -239,20 +227,9 @@ def _episodes(
         rows = np.flatnonzero(valid[:, environment].numpy())
         for part in np.split(rows, np.flatnonzero(ends[rows, environment]) + 1):
             if len(part):
-                first, last, end = int(part[0]), int(part[-1]), ends[part[-1], environment]
-                is_first, is_last = part[0] == rows[0], part[-1] == rows[-1] and end is None
-                before = others.before[environment] if others and is_first else None
-                after = others.after[environment] if others and is_last else None
-                report = {
-                    "environment": environment,
-                    "first": first,
-                    "last": last,
-                    "return_in_block": None if sums is None else float(sums[part, environment].sum()),
-                    "end": end,
-                    "continues": None if before is None else written_id(rank + before),
-                    "goes_on_in": None if after is None else written_id(rank + after),
-                }
-                episodes.append(report)
+                total = None if sums is None else float(sums[part, environment].sum())
+                report = {"environment": environment, "first": int(part[0]), "last": int(part[-1])}
+                episodes.append(report | {"return_in_block": total, "end": ends[part[-1], environment]})
     return episodes
 
 

@@ -104,7 +104,7 @@ def write_bundle(
             progress(number, len(shown))
             try:
                 trajectory = living.get(name)
-                body = living.body(trajectory, name)
+                body = living.body(trajectory)
                 drawn = pictures_of(trajectory) if isinstance(trajectory, Trajectory) else {}
             except (TrajstoreError, OSError) as error:
                 done.problems[name] = str(error)

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +25,6 @@ from trajstore._core.store.salvage import open_leniently
 from trajstore._core.writing.inbox import InboxView
 from trajstore.errors import (
     ConfigurationError,
-    CorruptStoreError,
     SchemaMismatchError,
     StoreError,
     TrajectoryUnavailableError,
@@ -34,7 +33,6 @@ from trajstore.errors import (
     counted,
     trajectories,
 )
-from trajstore.operations.measure import around
 from trajstore.operations.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.query.engine import pl
 from trajstore.query.relations import RELATIONS
@@ -127,7 +125,6 @@ class Living:
         self._sums: OrderedDict[tuple[int, Sample], tuple[float, int]] = OrderedDict()
         """(sum of log-probs or rewards, number of values) per run and trajectory; used by the second thread."""
         self._pictures = lru_cache(_BLOCKS)(self._pictures_of)
-        self._catalog = lru_cache(1)(self._catalog_of)
         self._decoder = lru_cache(None)(self._decoder_of)
         """Of the second thread, as the fields above."""
         self._training = Training()
@@ -417,7 +414,7 @@ class Living:
             TrajectoryUnavailableError: no such trajectory, or it was evicted.
             CorruptStoreError: the trajectory is damaged.
         """
-        return self.body(self.get(shown), shown)
+        return self.body(self.get(shown))
 
     def session(self, session_id: str, own: str = "", among: Collection[str] | None = None) -> Answer:
         """Return the tree of a session in the store, see :func:`trajstore.view.session.tree_of`.
@@ -462,30 +459,10 @@ class Living:
                 raise
             raise self._none_of(shown) from error
 
-    def body(self, trajectory: AnyTrajectory, shown: str = "") -> bytes:
-        """Return the result of :meth:`rollout` for a trajectory that was read; ``shown`` is the id of a block."""
-        if isinstance(trajectory, AgentTrajectory):
-            return answer_of(trajectory, self._decoder(tokenizer_of(trajectory)))
-        return answer_of(trajectory, None, self._around(id_from("trajectory_id", shown)))
-
-    def _around(self, number: int) -> Answer | None:
-        """Return the blocks with the other parts of a block's episodes, see :func:`answer_of`."""
-        rank = number - own_id(number)
-        try:
-            catalog = self._catalog(self.state.name, rank_of_id(number))
-            position = None if catalog is None else catalog.index.find(own_id(number))
-            found = None if catalog is None or position is None else around(catalog, position)
-        except CorruptStoreError:  # evicted since
-            return None
-        return {
-            name: [None if block is None else shown_id(rank + block) for block in blocks]
-            for name, blocks in (asdict(found).items() if found else ())
-        } or None
-
-    def _catalog_of(self, state: str, rank: int) -> Catalog | None:
-        """Return a store's catalog in a state, with the index that those of the reader of a run lack."""
-        directory = self._directories().get(rank)
-        return None if directory is None else open_leniently(directory)[0]
+    def body(self, trajectory: AnyTrajectory) -> bytes:
+        """Return the result of :meth:`rollout` for a trajectory that was read."""
+        decode = self._decoder(tokenizer_of(trajectory)) if isinstance(trajectory, AgentTrajectory) else None
+        return answer_of(trajectory, decode)
 
     def frames(self, shown: str, name: str, environment: int, steps: Sequence[int]) -> bytes:
         """Return pictures of a block, as bytes ``[n, height, width, channels]``.

@@ -68,18 +68,16 @@ def _plain(array: AnyArray) -> AnyArray:
     return array.astype("<i4" if fits else "<i8")
 
 
-def answer_of(trajectory: AnyTrajectory, decode: Decode | None, around: Answer | None = None) -> bytes:
+def answer_of(trajectory: AnyTrajectory, decode: Decode | None) -> bytes:
     """Return the body of the answer about a trajectory.
 
     Args:
         trajectory: the trajectory.
         decode: decodes tokens; None if no tokenizer is known.
-        around: for each environment of a block, the ids as displayed of the blocks ``before`` and ``after`` it that
-            have the other parts of its episodes; None if unknown.
     """
     if isinstance(trajectory, AgentTrajectory):
         return _rollout(trajectory, decode)
-    return _block(trajectory, around)
+    return _block(trajectory)
 
 
 # -- rollouts ------------------------------------------------------------------------------------------
@@ -232,7 +230,7 @@ def _scale_of(rows: torch.Tensor) -> tuple[float, float]:
     return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
 
 
-def _block(trajectory: Trajectory, around: Answer | None) -> bytes:
+def _block(trajectory: Trajectory) -> bytes:
     columns, steps, batch = _columns(trajectory)
     arrays: list[tuple[Answer, AnyArray]] = []
     others: list[Answer] = []
@@ -248,5 +246,5 @@ def _block(trajectory: Trajectory, around: Answer | None) -> bytes:
         size = None if drawn is None else list(drawn.rows.shape[2:])
         scale = None if drawn is None or drawn.scale is None else [f"{value:.4g}" for value in drawn.scale]
         others.append({**description, "pictures": size, "scale": scale})
-    answer = {"kind": "step", "steps": steps, "batch": batch, "around": around, "columns": others}
+    answer = {"kind": "step", "steps": steps, "batch": batch, "columns": others}
     return body_of({**answer, "texts": {name: str(text) for name, text in block_texts(trajectory).items()}}, arrays)

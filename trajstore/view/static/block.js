@@ -211,27 +211,15 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
     return !valid || valid.values[at * batch + environment] !== 0;
   }
 
-  /** Says in which other blocks the first and the last episode are. */
+  /** Says where the last episode goes on, if it does not end here. */
   async function tellOthers() {
     const last = Array.from({ length: steps }, (_, at) => at).findLast(isValid);
     const isOpen = !endings().has(last) && Object.keys(ENDS).some((name) => told.arrays.some((array) => array.name === name));
+    goesOn.hidden = !isOpen;
+    if (!isOpen) return;
     const linkTo = (block) => make("a", { href: `#/trajectory/${block}${environment ? `?environment=${environment}` : ""}` }, block);
-    const before = told.around?.before[environment] ?? null, after = told.around?.after[environment] ?? null;
-    goesOn.hidden = before === null && !isOpen;
-    const begins = before === null ? [] : ["The first episode here continues the one of block ", linkTo(before), ". "];
-    if (!isOpen || told.around) {
-      const goes = after === null ? [", and no later block near this one continues it."] : [". It goes on in block ", linkTo(after), "."];
-      fill(goesOn, begins, isOpen ? ["No episode ends at the last step", ...goes] : []);
-      return;
-    }
     const { next } = await ask("around", { id, where: "", order: "trajectory_id" }, signal);
     fill(goesOn, "No episode ends at the last step. It goes on in the block that was recorded next", next === null ? ", which is not here." : [": ", linkTo(next), ", unless the environments were reset between."]);
-  }
-
-  /** Says since when the curve of returns adds up rewards. */
-  function sinceWhen() {
-    if (told.around && told.around.before[environment] === null) return "sum of the rewards since the episode began";
-    return told.around ? "sum of the rewards in this block; the first episode began before it" : "sum of the rewards since the episode began, or this block";
   }
 
   function lay() {
@@ -244,7 +232,7 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
     const rewards = drawn.find(({ name }) => name === "rewards");
     const returns = rewards ? returnsOf(curvesOf(rewards, batch, environment), ends, isValid) : [];
     if (returns.some((value) => value !== null)) drawn.splice(1, 0, { name: "return", lines: [returns] });
-    fill(curves, drawn.map(({ name }) => make("figure", { "data-curve": name, "aria-label": `${name} over the steps` }, make("figcaption", {}, name, make("span", { class: "of" }, name === "return" ? sinceWhen() : ABOUT[name])))));
+    fill(curves, drawn.map(({ name }) => make("figure", { "data-curve": name, "aria-label": `${name} over the steps` }, make("figcaption", {}, name, make("span", { class: "of" }, name === "return" ? "sum of the rewards since the episode began, or this block" : ABOUT[name])))));
     const light = styleOf("--dark") === "1" ? 66 : 48; // lines that go with the ground
     const strokeOf = (channel) => `hsl(${(200 + channel * 47) % 360} 45% ${light}%)`;
     const x = Array.from({ length: steps }, (_, at) => at);
