@@ -50,7 +50,6 @@ assert main(["inspect", "store", "--trajectory", "0", "--tokens"]) == 0
 """
 
 _USES_OF_EXTRAS = {
-    "completion": "assert main(['completion', 'bash']) == 0",
     "convert": "assert main(['convert', 'store', 'files', '--to', 'parquet']) == 0",
     "demo": "import matplotlib.pyplot, transformers; transformers.Qwen2Config",
     "guided": "import httpx; from trainer_hooks.guidance import *",

@@ -16,7 +16,7 @@ from tests.replay.conftest import build
 from tests.stores import reader_of, stored
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate
-from trajstore.cli import FAILED, main
+from trajstore.cli import FAILED
 from trajstore.errors import SchemaMismatchError
 from trajstore.operations.inspect import inspect
 from trajstore.trajectory import Reward
@@ -183,13 +183,11 @@ def test_calls_images_and_long_texts_of_messages(run: Run, tmp_path: Path, monke
     assert "  | 299\n" in full
     assert f"  note\n  | {'z' * 300}\n" in full
     assert "--full needs --trajectory" in run.err("inspect", path, "--full")
-    monkeypatch.setenv("PAGER", f"cp /dev/stdin {tmp_path / 'pages'}")
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(["inspect", str(path), "--trajectory", "0", "--full"]) == 0
-    pages = (tmp_path / "pages").read_text().splitlines()
-    assert max(len(line) for line in pages if "|" in line) == 80
-    assert "  | 299" in pages
+    lines = run.out("inspect", path, "--trajectory", 0, "--full").splitlines()
+    assert max(len(line) for line in lines if "|" in line) == 80
+    assert "  | 299" in lines
 
 
 def test_calls_and_results_in_other_forms(run: Run, tmp_path: Path) -> None:

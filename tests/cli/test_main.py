@@ -32,7 +32,7 @@ def test_a_reader_that_stops_reading_ends_the_command_in_silence(project_root: P
     os.close(read_end)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "trajstore", "completion", "bash"],
+            [sys.executable, "-m", "trajstore", "--version"],
             cwd=project_root,
             stdout=write_end,
             stderr=subprocess.PIPE,
@@ -57,16 +57,6 @@ def test_a_closed_stream_is_reported(descriptor: int, message: str, words: list[
     closes = f"import os, sys\nos.close({descriptor})\nsys.{stream} = None\n"  # as Python finds it
     done = programs.run(tmp_path, closes + programs.COMMAND, "annotate", tmp_path / "absent", *words)
     assert (done.returncode, done.stderr) == (2, message)
-
-
-def test_bash_completes_commands_and_options(run: Run) -> None:
-    script = run.out("completion", "bash")
-    ask = script + 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_trajstore; echo "${COMPREPLY[@]}"'
-    for words, completions in ((["ver"], "verify"), (["verify", "--j"], "--json"), (["convert", "--to", "j"], "jsonl")):
-        done = subprocess.run(
-            ["bash", "-c", ask, "bash", "trajstore", *words], capture_output=True, text=True, check=True
-        )
-        assert done.stdout.split() == [completions]
 
 
 class Terminal(io.StringIO):

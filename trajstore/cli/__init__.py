@@ -19,7 +19,7 @@ from typing import Any, cast
 from trajstore.cli import annotate, convert, copy, inspect, mend, query, verify, view
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, visible
-from trajstore.errors import CorruptStoreError, MissingDependencyError, TrajstoreError
+from trajstore.errors import CorruptStoreError, TrajstoreError
 
 DAMAGED = 1
 FAILED = 2
@@ -27,25 +27,6 @@ INTERRUPTED = 130
 UNREAD = 141
 """As of a process that SIGPIPE ends."""
 
-
-def _complete(options: argparse.Namespace, out: Output) -> int:
-    try:
-        import shtab
-    except ImportError as error:
-        raise MissingDependencyError("shtab", "completion") from error
-    for line in shtab.complete(build_parser(), options.shell).splitlines():
-        out.line(line)
-    return 0
-
-
-_COMPLETION = Command(
-    "completion",
-    "print a script that completes this command line in a shell",
-    "Print a script that completes commands, options and choices in a shell. For bash: trajstore completion bash >"
-    " ~/.local/share/bash-completion/completions/trajstore. Needs shtab (extra 'completion').",
-    lambda parser: parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell"),
-    _complete,
-)
 
 _BUILT_IN: tuple[Command, ...] = (
     inspect.COMMAND,
@@ -64,7 +45,6 @@ _BUILT_IN: tuple[Command, ...] = (
     copy.MERGE,
     copy.SPLIT,
     convert.COMMAND,
-    _COMPLETION,
 )
 
 

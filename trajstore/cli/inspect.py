@@ -106,8 +106,7 @@ def _run(options: Namespace, out: Output) -> int:
     if options.json:
         out.json(report)
     elif options.trajectory is not None:
-        with out.paged() as pages:
-            write_trajectory(report, pages, options.full)
+        write_trajectory(report, out, options.full)
     else:
         write_report(report, out, each=options.each)
     return int(bool(report["integrity"]["problems"]))

@@ -5,16 +5,12 @@ from __future__ import annotations
 import datetime as dt
 import json
 import math
-import os
 import select
-import shlex
 import shutil
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Self, TextIO, cast
+from typing import Any, Self, TextIO
 from unicodedata import category
 
 _HIDDEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
@@ -60,21 +56,6 @@ class Output:
         self._encoding = stream.encoding or "utf-8"
         self.width = shutil.get_terminal_size().columns if width is None and stream.isatty() else width
         """Columns of the terminal; None elsewhere."""
-
-    @contextmanager
-    def paged(self) -> Iterator[Output]:
-        """Yield an output to the pager that ``PAGER`` names (default: less), on a terminal; elsewhere this one."""
-        command = shlex.split(os.environ.get("PAGER", "less"))
-        if not self._stream.isatty() or not command or shutil.which(command[0]) is None:
-            yield self
-            return
-        env = {"LESS": "FRX", **os.environ}  # leave short output on the screen, as git does
-        with (
-            subprocess.Popen(command, stdin=subprocess.PIPE, encoding=self._encoding, env=env) as pager,
-            suppress(BrokenPipeError),  # it may be left before the end
-            cast(TextIO, pager.stdin) as stream,
-        ):
-            yield Output(stream, self.width)
 
     def line(self, text: str = "") -> None:
         """Write one line; characters outside the stream's encoding are escaped."""
