@@ -13,8 +13,8 @@ import orjson
 import pytest
 import torch
 
-from tests.support.witness import check_trajectory, difference, rows_of, witness
-from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, WriterOptions, annotate, notes_of
+from tests.support.witness import check_trajectory, rows_of, witness
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, WriterOptions, annotate
 from trajstore._core.columns.fields import join_name, walk
 from trajstore.errors import ConfigurationError, StoreNotFoundError, TrajectoryUnavailableError
 
@@ -22,7 +22,7 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")
 
 from trajstore.distributed import StoreDatasource, dataset, read_store  # noqa: E402
-from trajstore.distributed.rows import row_of, trajectory_of  # noqa: E402
+from trajstore.distributed.rows import row_of  # noqa: E402
 
 SMALL = WriterOptions(shard_bytes=4096)
 AGENT = AgentTrajectory(
@@ -67,9 +67,6 @@ def test_a_row_has_the_whole_trajectory(trajectory: Any) -> None:
             assert document["dtypes"].get(name, str(read.dtype)[6:]) == str(leaf.dtype)[6:]
         else:
             assert document["values"][name] == (asdict(leaf) if isinstance(leaf, Reward) else leaf), name
-    assert difference(trajectory_of(row_of(trajectory)), trajectory) is None
-    with pytest.raises(ConfigurationError, match="row: has no 'document'"):
-        trajectory_of(row)
 
 
 def test_columns_that_nobody_wants_are_not_read(tmp_path: Path) -> None:
@@ -151,13 +148,6 @@ def test_whole_trajectories_of_a_pin_and_of_now(small_ray: None, tmp_path: Path)
     annotate(path, [5, 6], {"outcome": 0.125})
     rows = read_store(path, unit="trajectory").take_all()
     assert outcomes(rows) == {5: 0.125, 6: 0.125}
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "back") as buffer:
-        buffer.add_trajectories([trajectory_of(next(row for row in rows if row["trajectory_id"] == 5))])
-        assert [(note.name, note.value) for note in notes_of(buffer, 0)] == [("outcome", 0.125)]
-        annotate(buffer, [0], {"outcome": None})
-        recorded = buffer.get(0)
-        assert isinstance(recorded, AgentTrajectory)
-        assert recorded.reward == AGENT.reward
 
 
 def outcomes(rows: Iterable[Any]) -> dict[int, float]:

@@ -110,7 +110,7 @@ def test_a_format_loses_what_it_declares(
     words = ["convert", str(path), str(tmp_path / "out"), "--to", name, "--check"]
     for error, code, advice in (
         (OSError("full disk"), 2, "run the same conversion again\n"),
-        (KeyboardInterrupt, 130, "trajstore: interrupted; run the same command again to complete it\n"),
+        (KeyboardInterrupt, 130, "trajstore: interrupted\n"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(convert, "_check_absent", mock.Mock(side_effect=error))

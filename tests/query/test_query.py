@@ -361,8 +361,8 @@ def test_a_pattern_that_escapes_is_refused() -> None:
     ("ask", "said"),
     [
         (lambda q: q.where("taks = 1").ids(), "where: 'taks = 1': there is no column 'taks'; .* 'task'"),
-        (lambda q: q.where("outcome >").ids(), "where: 'outcome >': expected an expression, found the end"),
-        (lambda q: q.where("outcome > > 1").ids(), "where: 'outcome > > 1': expected an expression, found: >$"),
+        (lambda q: q.where("outcome >").ids(), "where: 'outcome >': unable to parse 'outcome >'"),
+        (lambda q: q.where("outcome > > 1").ids(), "where: 'outcome > > 1': unable to parse"),
         (lambda q: q.where("outcome").ids(), "where: 'outcome' is Float64, not true or false"),
         (lambda q: q.where("outcome > 'x'").ids(), "cannot compare"),
         (lambda q: q.where("committed > '2026-01-31'").ids(), "like this: cast.committed as timestamp."),

@@ -90,13 +90,13 @@ def build_parser() -> argparse.ArgumentParser:
         prog="trajstore", description="Look into, check and try out stores of reinforcement learning trajectories."
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.set_defaults(run=None, continues=False, parser=parser)
+    parser.set_defaults(run=None, parser=parser)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in commands():
         child = subparsers.add_parser(command.name, help=command.summary, description=command.description)
         child.register("action", None, _Once)
         command.configure(child)
-        child.set_defaults(run=command.run, continues=command.continues, parser=child)
+        child.set_defaults(run=command.run, parser=child)
     return parser
 
 
@@ -106,7 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after ``trajstore``; None: those of the process.
     """
-    options = argparse.Namespace(continues=False)
     if sys.stderr is None:  # closed by the caller
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
@@ -126,8 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = int(options.run(options, out))
         out.flush()
     except KeyboardInterrupt as error:
-        advice = "; run the same command again to complete it" if options.continues else ""
-        return _fail(str(error) or f"interrupted{advice}", INTERRUPTED)
+        return _fail(str(error) or "interrupted", INTERRUPTED)
     except BrokenPipeError:
         # The reader of the output (head, less) has closed it. Keep the interpreter from flushing again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -34,7 +34,6 @@ class Command:
         description: the first paragraph of its help.
         configure: adds its arguments to its parser.
         run: runs it and returns the exit code; errors are raised.
-        continues: run again, it completes what an interrupted one began.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Command:
     description: str
     configure: Callable[[ArgumentParser], object]
     run: Callable[[Namespace, Output], int]
-    continues: bool = False
 
 
 def add_target(parser: ArgumentParser, metavar: str, said: str) -> None:

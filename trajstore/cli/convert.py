@@ -111,5 +111,4 @@ COMMAND = Command(
     ),
     configure=_configure,
     run=_run,
-    continues=True,
 )

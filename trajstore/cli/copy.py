@@ -66,7 +66,6 @@ COPY = Command(
     ),
     configure=_configure,
     run=_run,
-    continues=True,
 )
 
 REPAIR = Command(
@@ -80,7 +79,6 @@ REPAIR = Command(
     ),
     configure=_configure,
     run=partial(_run, repair=True),
-    continues=True,
 )
 
 # -- restore ------------------------------------------------------------------------------------------
@@ -124,7 +122,6 @@ RESTORE = Command(
     ),
     configure=_configure_restore,
     run=_restore,
-    continues=True,
 )
 
 # -- merge, split -------------------------------------------------------------------------------------
@@ -177,7 +174,6 @@ MERGE = Command(
     ),
     configure=_configure_merge,
     run=_merge,
-    continues=True,
 )
 
 SPLIT = Command(
@@ -189,5 +185,4 @@ SPLIT = Command(
     ),
     configure=_configure_split,
     run=_split,
-    continues=True,
 )

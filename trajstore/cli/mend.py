@@ -87,7 +87,6 @@ PRUNE = Command(
     ),
     configure=_configure_prune,
     run=_prune,
-    continues=True,
 )
 
 COMPACT = Command(
@@ -100,7 +99,6 @@ COMPACT = Command(
     ),
     configure=_configure_compact,
     run=_compact,
-    continues=True,
 )
 
 # -- rollback -----------------------------------------------------------------------------------------

@@ -10,22 +10,12 @@ from typing import TYPE_CHECKING, Any
 from trajstore.distributed.channel import Channel, receive
 from trajstore.distributed.handle import DistributedReplayBuffer
 from trajstore.distributed.receipts import Receipt
-from trajstore.distributed.rows import trajectory_of
 from trajstore.distributed.sessions import RemoteSession
 
 if TYPE_CHECKING:
     from trajstore.distributed.dataset import StoreDatasource, read_store
 
-__all__ = [
-    "Channel",
-    "DistributedReplayBuffer",
-    "Receipt",
-    "RemoteSession",
-    "StoreDatasource",
-    "read_store",
-    "receive",
-    "trajectory_of",
-]
+__all__ = ["Channel", "DistributedReplayBuffer", "Receipt", "RemoteSession", "StoreDatasource", "read_store", "receive"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -10,10 +10,8 @@ import numpy as np
 import orjson
 import torch
 
-from trajstore._core.columns.fields import join_name, nest, walk
-from trajstore._core.columns.schema import dtypes as known_dtypes
-from trajstore.errors import ConfigurationError
-from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward, Trajectory
+from trajstore._core.columns.fields import join_name, walk
+from trajstore.trajectory import AnyTrajectory, Reward, Trajectory
 
 DOCUMENT = "document"
 """Column with all other values as JSON: ``kind``, ``values`` by dotted name, ``dtypes`` that numpy lacks."""
@@ -55,23 +53,3 @@ def row_of(trajectory: AnyTrajectory, columns: Collection[str] | None = None) ->
         kind = "step" if isinstance(trajectory, Trajectory) else "agent"
         row[DOCUMENT] = orjson.dumps({"kind": kind, "values": values, "dtypes": dtypes}).decode()
     return row
-
-
-def trajectory_of(row: Mapping[str, Any]) -> AnyTrajectory:
-    """Return the trajectory of a whole row of :func:`read_store`, with its late values but not their history.
-
-    Raises:
-        ConfigurationError: the row has no ``document``.
-    """
-    if DOCUMENT not in row:
-        raise ConfigurationError(f"row: has no {DOCUMENT!r}; read with unit='trajectory' and all columns")
-    document = orjson.loads(row[DOCUMENT])
-    values = dict(document["values"])
-    for name, value in row.items():
-        if name not in (DOCUMENT, ID) and value is not None:
-            tensor = torch.from_numpy(np.array(value))
-            values[name] = tensor.to(known_dtypes()[document["dtypes"].get(name, str(tensor.dtype)[6:])])
-    fields_of = nest(values)
-    if fields_of.get("reward") is not None:
-        fields_of["reward"] = Reward(**fields_of["reward"])
-    return Trajectory(**fields_of) if document["kind"] == "step" else AgentTrajectory(**fields_of)

@@ -17,7 +17,7 @@ from trajstore._core.columns.schema import dtypes
 from trajstore._core.reading.late import COLUMNS
 from trajstore._core.store.facts import FACTS
 from trajstore._core.store.run_ids import ID_LIMIT
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.errors import ConfigurationError
 from trajstore.interop.formats import (
     Format,
     LinesWriter,
@@ -48,8 +48,6 @@ _IN_REST = ("reward", "metadata", "exact")
 _NAMES = {*(field.name for field in fields(AgentTrajectory)), *_OF_THE_STORE, "exact"}
 
 _LIMITS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}
-
-_HIGHEST = (1 << 63) - 1
 
 
 def row_of(rollout: AgentTrajectory, late: Mapping[str, Any]) -> Row:
@@ -141,27 +139,6 @@ def _tensor(values: Any, dtype: torch.dtype, limits: Mapping[str, Sequence[int]]
 
 def _flat(values: Any) -> list[Any]:
     return [part for item in values for part in (item if isinstance(item, list) else [item])]
-
-
-def _check_integers(row: Row) -> None:
-    """Refuse integers that readers of JSON lines, such as ``datasets``, do not take.
-
-    Raises:
-        InvalidTrajectoryError: names the field.
-    """
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, int) and value > _HIGHEST:
-            raise InvalidTrajectoryError(
-                f"{path} is {value}, but readers of JSON lines take integers below 2**63: convert to Parquet, or "
-                "store it as a text"
-            )
-        if isinstance(value, list | dict):
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                walk(item, f"{path}[{key}]" if isinstance(value, list) else f"{path}.{key}")
-
-    for name in ("messages", "metadata", "reward"):
-        walk(row[name], name)
 
 
 # -- Parquet ------------------------------------------------------------------------------------------
@@ -274,14 +251,7 @@ def _with_late(late: Mapping[str, pl.DataType], rollout: AgentTrajectory, facts:
 
 
 def _write_lines(path: Path, selection: Selection) -> LinesWriter:
-    late = _late_types(selection)
-
-    def line_of(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
-        row = _with_late(late, rollout, facts)
-        _check_integers(row)
-        return row
-
-    return LinesWriter(path, line_of)
+    return LinesWriter(path, partial(_with_late, _late_types(selection)))
 
 
 def _write_parquet(path: Path, selection: Selection) -> PartsWriter:

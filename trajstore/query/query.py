@@ -442,25 +442,12 @@ def _prepared(where: str, text: str) -> str:
 
 
 def _parsed(where: str, text: str) -> pl.Expr:
-    """Return an expression; for an incomplete one, the error names the missing part, unlike ``sql_expr``."""
     if "select" in words(text):
         raise _not_of_a_row(text) if where == "where" else ConfigurationError(f"{where}: {text!r}: sql has subqueries")
     if where != "where" and len(split(text)) > 1:
         raise ConfigurationError(f"{where}: {text!r}: has several expressions; pass each as its own argument")
     text = for_polars(where, _prepared(where, text))
-    try:
-        parsed: pl.Expr = pl.sql_expr(text)
-    except pl.exceptions.SQLInterfaceError as error:
-        if "unable to parse" not in str(error):
-            raise
-        try:
-            pl.SQLContext().execute(f"SELECT {text}")
-        except pl.exceptions.SQLInterfaceError as clearer:
-            expected = re.sub(r"^sql parser error: Expected: | at Line: .*", "", str(clearer)).replace(
-                "found: EOF", "found the end"
-            )
-            raise pl.exceptions.SQLInterfaceError(f"expected {expected}") from None
-        raise
+    parsed: pl.Expr = pl.sql_expr(text)
     return parsed
 
 
