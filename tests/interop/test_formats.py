@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, Tuple
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -587,83 +585,3 @@ def test_demonstrations_of_robomimic_are_in_order_and_name_their_splits(tmp_path
     assert inspect_trajectory(tmp_path / "store", 2, 1)["values"]["forward_inputs.initial_state.pose"] == [2.0] * 7
     with pytest.raises(ConfigurationError, match="robomimic can only be read"):
         convert_to(tmp_path / "store", tmp_path / "out", "robomimic")
-
-
-class Counter(gymnasium.Env[Any, Any]):
-    """Episodes of 1 to 7 steps with observations in dicts and tuples, that end by termination or truncation."""
-
-    observation_space = Dict({"at": Box(-1e9, 1e9, (2,), np.float32), "pair": Tuple((Discrete(99), Box(0, 1, (1,))))})
-    action_space = Discrete(3)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.step_number, self.length = 0, int(self.np_random.integers(1, 8))
-        return self._seen(), {"noise": np.zeros(2)}
-
-    def _seen(self) -> Any:
-        at = np.array([self.step_number, self.length], np.float32)
-        return {"at": at, "pair": (self.step_number, np.array([0.5], np.float32))}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.step_number += 1
-        ended = self.step_number == self.length
-        return (
-            self._seen(),
-            float(action),
-            ended and self.length % 2 == 0,
-            ended and self.length % 2 == 1,
-            {"noise": np.ones(2)},
-        )
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("data_format", ["hdf5", "arrow", "parquet"])
-def test_a_data_set_that_minari_made_is_read_as_minari_reads_it(
-    data_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    minari = pytest.importorskip("minari")
-    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-    collector = minari.DataCollector(Counter(), data_format=data_format, record_infos=True)
-    for seed in range(20):
-        collector.reset(seed=seed)
-        while not any(collector.step(collector.action_space.sample())[2:4]):
-            pass
-    theirs = list(collector.create_dataset("counter/made-v0"))
-    assert convert_from(tmp_path / "counter" / "made-v0", tmp_path / "store", "minari", check=True).written == 20
-    for part, episode in zip(read_all(tmp_path / "store"), theirs, strict=True):
-        assert isinstance(part, Trajectory)
-        at, pair = episode.observations["at"], episode.observations["pair"]
-        assert np.array_equal(part.curr_obs["at"][:, 0], at[:-1])
-        assert np.array_equal(part.next_obs["at"][:, 0], at[1:])
-        assert np.array_equal(part.curr_obs["pair"]["1"].reshape(-1), np.array(pair[1]).reshape(-1)[:-1])
-        assert np.array_equal(part.rewards.reshape(-1), episode.rewards)
-        assert np.array_equal(part.terminations.reshape(-1), episode.terminations)
-        assert np.array_equal(part.truncations.reshape(-1), episode.truncations)
-        assert np.array_equal(part.actions.reshape(-1), episode.actions)
-        assert np.array_equal(part.forward_inputs["noise"][:, 0], episode.infos["noise"])
-
-
-@pytest.mark.campaign
-def test_videos_that_lerobot_made_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    lerobot = pytest.importorskip("lerobot.datasets.lerobot_dataset")
-    state = np.arange(24, dtype=np.float32).reshape(12, 2)
-    features = {
-        "observation.state": {"dtype": "float32", "shape": (2,), "names": None},
-        "action": {"dtype": "float32", "shape": (2,), "names": None},
-        "observation.images.top": {"dtype": "video", "shape": (32, 48, 3), "names": ["height", "width", "channels"]},
-    }
-    made = lerobot.LeRobotDataset.create("local/made", 10, features, root=tmp_path / "made")
-    for number in range(12):
-        picture = np.full((32, 48, 3), 20 * number, np.uint8)
-        numbers = {"observation.state": state[number], "action": state[number]}
-        made.add_frame({**numbers, "observation.images.top": picture, "task": f"t{number // 6}"})
-        if number in (3, 11):
-            made.save_episode()
-    made.finalize()
-    assert convert_from(tmp_path / "made", tmp_path / "back", "lerobot", check=True).written == 2
-    _, second = read_all(tmp_path / "back")
-    assert isinstance(second, Trajectory)
-    assert np.array_equal(second.curr_obs["state"][:, 0], state[4:])
-    shades = second.curr_obs["images"]["top"].float().mean((1, 2, 3, 4))
-    assert shades.tolist() == pytest.approx([20 * number for number in range(4, 12)], abs=3)

@@ -127,8 +127,11 @@ def minari_hdf5(path: Path, episodes: list[Values]) -> None:
     """Write a data set as Minari writes HDF5 files."""
     first = episodes[0]["observations"]
     spaces = {name: {"type": "Box", "shape": list(value.shape[1:])} for name, value in first.items()}
+    pair = {"type": "Tuple", "subspaces": [{"type": "Discrete", "n": 99}, {"type": "Box", "shape": [1]}]}
     metadata = {
-        "observation_space": json.dumps({"type": "Dict", "subspaces": spaces | {"text": {"type": "Text"}}}),
+        "observation_space": json.dumps(
+            {"type": "Dict", "subspaces": spaces | {"text": {"type": "Text"}, "pair": pair}}
+        ),
         "action_space": json.dumps({"type": "Box", "shape": list(episodes[0]["actions"].shape[1:])}),
         "data_format": "hdf5",
         "jpeg_encoding": False,
@@ -147,6 +150,8 @@ def minari_hdf5(path: Path, episodes: list[Values]) -> None:
                 group[f"observations/{name}"] = value
             group.create_dataset("observations/text", data=episode["texts"], dtype=h5py.string_dtype())
             group["infos/deep/noise"] = episode["infos"]["deep"]["noise"]
+            numbers = np.arange(len(episode["texts"]))
+            group["observations/pair/_index_0"], group["observations/pair/_index_1"] = numbers, numbers[:, None] / 2
 
 
 def minari_own(path: Path, episodes: list[Values], form: str) -> None:
@@ -205,6 +210,10 @@ def test_data_sets_of_minari_are_read_as_they_were_made(
     assert (done.written, done.problems) == (len(episodes), {})
     for read, episode in zip(read_all(tmp_path / "store"), episodes, strict=True):
         is_same_episode(read, episode)
+        if writer == "h5py":
+            numbers = np.arange(len(episode["rewards"]))
+            assert same(read.curr_obs["pair"]["0"][:, 0].numpy(), numbers)
+            assert same(read.next_obs["pair"]["1"][:, 0, 0].numpy(), (numbers + 1) / 2)
 
 
 @pytest.mark.parametrize("long", [False, True], ids=["images of different sizes", "images of one size"])
