@@ -8,14 +8,14 @@ from pathlib import Path
 
 from tests import programs
 from tests.pages import all_blocks, blocks, section
-from trajstore.cli.reference import reference
+from tools.cli_page import reference
 
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
 def test_command_line_reference_is_current(project_root: Path) -> None:
     assert (project_root / "docs" / "cli.md").read_text() == reference(), (
-        "run  python -m trajstore.cli.reference > docs/cli.md"
+        "run  python -m tools.cli_page > docs/cli.md"
     )
 
 

@@ -1,4 +1,4 @@
-"""Generate the command line reference: ``python -m trajstore.cli.reference > docs/cli.md``."""
+"""Generate the command line reference: ``python -m tools.cli_page > docs/cli.md``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trajstore.cli import DAMAGED, FAILED, INTERRUPTED, UNREAD, commands
 
 _HEAD = """# Command line
 
-<!-- Written by python -m trajstore.cli.reference; a test fails when it is out of date. -->
+<!-- Written by python -m tools.cli_page; a test fails when it is out of date. -->
 
 `trajstore COMMAND ...`. Results go to standard output, errors (one sentence) and progress bars to standard error;
 the bars are silent unless it is a terminal. `trajstore --version` prints the version.
