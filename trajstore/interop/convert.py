@@ -49,7 +49,7 @@ from trajstore.errors import (
 )
 from trajstore.interop.chat_form import in_chat_form
 from trajstore.interop.episodes import Joiner, Part
-from trajstore.interop.formats import UNREADABLE, Format, Item, Kind, Selection, Source, Writer, damaged, logger, read_parquet
+from trajstore.interop.formats import Format, Item, Kind, Selection, Source, Writer, damaged, logger, read_parquet
 from trajstore.operations.opening import open_readable
 from trajstore.operations.verification import Progress
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
