@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from tests.cli.stores import Run
 from tests.stores import filled, opened, stored
 from tests.support.witness import witness
 from tools.crash.forked import forking
