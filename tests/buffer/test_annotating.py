@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.stores import another_writer, damage_indexes, stored, writer_to
-from tests.support.waiting import wait_until
+from tests.support.waiting import freeze, wait_until
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore._core.files.local import LocalDirectory
@@ -136,7 +136,7 @@ def test_another_process_annotates_while_the_writer_writes_and_after(path: Path)
 def test_a_value_is_compared_with_what_waits_for_the_writer(path: Path) -> None:
     """Values are numbered in the order of application, whatever the annotators' clocks."""
     with another_writer(path) as writer:
-        os.kill(writer, signal.SIGSTOP)
+        freeze(writer)
         annotate(path, 0, {"race": 0.5})
         (ahead,) = (path / "inbox").iterdir()
         ahead.rename(ahead.with_name("09" + ahead.name[2:]))  # given by a clock that is ahead
@@ -158,7 +158,7 @@ def test_of_two_who_annotate_at_one_moment_the_later_is_refused_and_set_aside(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with another_writer(path) as writer:
-        os.kill(writer, signal.SIGSTOP)
+        freeze(writer)
         annotate(path, 0, {"race": 0.5})
         (first,) = (path / "inbox").iterdir()
         first.rename(path / "first")  # hidden from the second look

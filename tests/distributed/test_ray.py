@@ -21,7 +21,7 @@ import torch
 from tests import rays
 from tests.stores import reader_of
 from tests.support.equality import same
-from tests.support.waiting import wait_until
+from tests.support.waiting import freeze, wait_until
 from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore._core.columns.fields import unnest
@@ -504,7 +504,7 @@ def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
     check_batch(learner.sample(32))
     loader = ReplayLoader(third, batch_size=32)
     if how == "frozen":
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
     else:
         lose("shared", 1)
         wait_until(lambda: not Path(f"/proc/{pid}").exists())  # until then it answers on connections
@@ -545,7 +545,7 @@ def test_a_silent_store_costs_only_itself_and_what_it_has_twice_is_one(
     other = DistributedReplayBuffer.connect("shared", deadline=600.0, patience=600.0)
     with DistributedReplayBuffer.connect("shared", deadline=20.0, patience=10.0, refresh_interval=0.0) as learner:
         learner.refresh()
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         try:
             assert sorted(learner.query().where("outcome >= 0").ids().tolist()) == left
             assert "query of 'shared': without rank_1, which did not answer" in caplog.text

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests.stores import another_writer, stored, writer_to
-from tests.support.waiting import wait_until
+from tests.support.waiting import freeze, wait_until
 from tests.view.conftest import Serve
 from tests.view.rollouts import clicked, opened, rollout, text_of
 from tests.view.test_server import ask, get
@@ -177,7 +177,7 @@ def test_without_write_nothing_is_taken(path: Path, serve: Serve) -> None:
 def test_a_value_waits_for_the_writer_and_is_seen_waiting(path: Path, serve: Serve) -> None:
     address, other = serve(path, who="anna"), serve(path)
     with another_writer(path) as writer:
-        os.kill(writer, signal.SIGSTOP)
+        freeze(writer)
         assert post(address, wish("0.5"))[0] == 200  # does not wait for the writer
         assert post(address, wish("x", "text"))[0] == 400  # contradicts a waiting value
         (first,) = (path / "inbox").iterdir()
@@ -325,7 +325,7 @@ def test_what_is_refused_is_said_beside_the_form_and_hostile_values_are_text(
 def test_a_waiting_value_is_shown_as_waiting_until_the_writer_has_it(path: Path, serve: Serve, page: Page) -> None:
     opened(page, f"{serve(path, who='anna')}/#/trajectory/0?show=scores", FORM)
     with another_writer(path) as writer:
-        os.kill(writer, signal.SIGSTOP)
+        freeze(writer)
         enter(page, "judge", "0.5")
         page.until(f'{STATUS}.startsWith("1 value in the store\'s inbox")')
         page.until("document.querySelector('.given tr.inbox').textContent.includes('waits for the writer')")
