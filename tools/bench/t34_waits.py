@@ -43,8 +43,11 @@ def figures(options: Options) -> Iterator[Figure]:
         took, before, longest = _beside(copy, name.startswith("compact"), half, change)
         shutil.rmtree(copy)
         yield Figure("T34", f"{name} of {total:,} ÷ writing them", took / writing, most, details={"seconds": took})
-        details = longest | {"without_a_change": max(before.values())}
-        yield Figure("T34", f"{name}, longest call beside it", max(longest.values()), WAIT_MS, "ms", details=details)
+        if longest and before:  # else no other thread called in that time
+            details = longest | {"without_a_change": max(before.values())}
+            yield Figure(
+                "T34", f"{name}, longest call beside it", max(longest.values()), WAIT_MS, "ms", details=details
+            )
 
 
 def _beside(
