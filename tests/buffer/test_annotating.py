@@ -472,8 +472,8 @@ def test_a_trajectory_is_evicted_while_its_values_are_taken_in(tmp_path: Path, m
     assert {row["trajectory_id"]: row["v"] for row in rows} == {1: 1, 2: 2}
 
 
-def test_values_that_wait_in_the_inbox_never_replace_later_ones(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by the simulator: the log failed to take them in, and took in the later ones."""
+def full_once() -> Callable[..., Any]:
+    """Return ``LocalDirectory.append`` on a disk that is full at the first call."""
     real, failures = LocalDirectory.append, iter([OSError(errno.ENOSPC, "full")])
 
     def append(*arguments: Any) -> Any:
@@ -481,9 +481,14 @@ def test_values_that_wait_in_the_inbox_never_replace_later_ones(path: Path, monk
             raise error
         return real(*arguments)
 
+    return append
+
+
+def test_values_that_wait_in_the_inbox_never_replace_later_ones(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the simulator: the log failed to take them in, and took in the later ones."""
     with writer_to(path) as writer:
         annotate(path, [0], {"v": 1})
-        monkeypatch.setattr(LocalDirectory, "append", append)
+        monkeypatch.setattr(LocalDirectory, "append", full_once())
         with pytest.raises(StoreWriteError, match="annotate"):
             annotate(writer, [0], {"v": 2})
         annotate(writer, [0], {"v": 3})
@@ -491,16 +496,9 @@ def test_values_that_wait_in_the_inbox_never_replace_later_ones(path: Path, monk
 
 
 def test_values_that_wait_for_space_are_copies(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, failures = LocalDirectory.append, iter([OSError(errno.ENOSPC, "full")])
-
-    def append(*arguments: Any) -> Any:
-        for error in failures:
-            raise error
-        return real(*arguments)
-
     ids, values = np.array([0, 1]), np.array([1.0, 2.0])
     with writer_to(path) as writer:
-        monkeypatch.setattr(LocalDirectory, "append", append)
+        monkeypatch.setattr(LocalDirectory, "append", full_once())
         with pytest.raises(StoreWriteError, match="flush"):
             annotate(writer, ids, {"v": values})
         ids += 2

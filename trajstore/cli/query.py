@@ -170,6 +170,8 @@ def _whole(name: str, value: int | None, default: int) -> int:
 
 def _follow(options: Namespace, out: Output) -> int:
     """Write the newest trajectories in the order of their commits, a line each, then new ones as they are committed."""
+    from dataclasses import replace
+
     from trajstore.operations.opening import open_readable
     from trajstore.query.engine import pl
     from trajstore.query.texts import keys_in, spelled
@@ -179,27 +181,28 @@ def _follow(options: Namespace, out: Output) -> int:
         question = reader.query().order_by("committed", "trajectory_id")
         question = question if options.where is None else question.where(options.where)
         names, trouble, shown = _names(options), "", pl.Series([], dtype=pl.Int64)
-        newest = _whole("--limit", options.limit, _LIMIT) or None
+        newest, has_news = _whole("--limit", options.limit, _LIMIT) or None, True
         while True:
-            keys = keys_in(names)
-            table = (question.select(*question.facts().columns, *keys) if keys else question).table()
-            fresh = table.filter(~pl.col("trajectory_id").is_in(shown.implode()))
-            shown = table["trajectory_id"]
-            columns = SHOWN if options.columns is None else _known(names, table)
-            for row in spelled(fresh if newest is None else fresh.tail(newest), {"trajectory_id"}).iter_rows(
-                named=True
-            ):
-                if options.json:
-                    out.json(row if options.columns is None else {name: row[name] for name in columns}, indent=None)
-                else:
-                    out.line("  ".join(f"{name} {shown_fact(row[name])}" for name in columns if row[name] is not None))
-            out.flush()
-            newest = None
+            if has_news:
+                table = question.table()
+                fresh, shown = table.filter(~pl.col("trajectory_id").is_in(shown.implode())), table["trajectory_id"]
+                fresh, newest = fresh if newest is None else fresh.tail(newest), None
+                if keys := keys_in(names):  # values in the rollouts themselves
+                    of_fresh = replace(reader.query(), facts=fresh.clone)
+                    fresh = fresh.hstack(of_fresh.select(*keys).table())
+                columns = SHOWN if options.columns is None else _known(names, fresh)
+                for row in spelled(fresh, {"trajectory_id"}).iter_rows(named=True):
+                    if options.json:
+                        out.json(row if options.columns is None else {name: row[name] for name in columns}, indent=None)
+                    else:
+                        values = (f"{name} {shown_fact(row[name])}" for name in columns if row[name] is not None)
+                        out.line("  ".join(values))
+                out.flush()
             out.wait(_PAUSE)
             try:
-                reader.refresh()
-                trouble = ""
+                has_news, trouble = reader.refresh(), ""
             except (StoreError, OSError) as error:  # may be temporary: a restarting run
+                has_news = False
                 if str(error) != trouble:
                     trouble = str(error)
                     logger.warning("%s: %s", options.path, error)

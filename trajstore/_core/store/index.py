@@ -455,7 +455,7 @@ class TrajectoryIndex:
         Entries may have been added meanwhile; with any other change this returns False and changes nothing.
         """
         state = noted.first, noted.revision, noted.noted - 1, noted._capacity
-        if (self.first, self.revision, self.noted, self._capacity) != state:
+        if (self.first, self.revision, self.noted, self._capacity) != state or self.texts is not noted.texts:
             return False
         later = slice(noted.end, self.end)
         for name, array in noted._arrays.items():
