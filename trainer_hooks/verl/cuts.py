@@ -6,6 +6,7 @@ The file is written before the checkpoint's other files, so every checkpoint tha
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import orjson
 from trajstore._core.files.base import EncodedFile
 from trajstore._core.files.local import LocalDirectory
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreWriteError
+
+logger = logging.getLogger(__name__)
 
 CUT_FILE = "trajstore.json"
 MODEL_FOLDER = "actor"
@@ -114,35 +117,35 @@ def restorable_cuts(root: str | Path) -> list[Cut]:
     return [cut for folder, cut in cuts_below(root) if (folder / MODEL_FOLDER).is_dir()]
 
 
-def check_tracker(config: Any) -> None:
-    """Check that ``trainer.resume_mode=auto`` can read verl's tracker file of the newest checkpoint.
+def mend_tracker(config: Any) -> None:
+    """Write the newest complete checkpoint into verl's tracker file, if a crash left this empty.
 
-    verl writes the file without rename and fsync, so a crash may leave it empty.
+    verl writes the file after the checkpoint, without rename and fsync, and ``trainer.resume_mode=auto`` reads it.
 
     Args:
         config: verl's whole configuration.
 
     Raises:
-        ConfigurationError: the file contains no number; the message names the newest complete checkpoint.
+        ConfigurationError: the file has something else than a number, or no checkpoint is complete.
     """
     root = Path(str(config.trainer.default_local_dir)).absolute()
     tracker = root / TRACKER_FILE
     if config.trainer.resume_mode != "auto" or not tracker.is_file():
         return
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip("\0 \n")
     if text.isdecimal():
         return
     with_model = [folder for folder, _ in cuts_below(root) if (folder / MODEL_FOLDER).is_dir()]
     complete = [folder for folder in with_model if (folder / DATA_FILE).is_file()]
-    if complete:
-        step = complete[-1].name.removeprefix("global_step_")
-        remedy = f"The newest complete checkpoint is {complete[-1]}: write {step} into the file"
-    else:
-        remedy = "No checkpoint there is complete: remove the file to begin anew"
-    raise ConfigurationError(
-        f"trainer.resume_mode=auto: {tracker} is {f'not a number: {text[:20]!r}' if text else 'empty'}; a crash cut it"
-        f" short, since verl does not write it whole or not at all. {remedy}"
-    )
+    if text or not complete:
+        remedy = f"write {complete[-1].name} as a number" if complete else "none there is complete: remove it"
+        raise ConfigurationError(
+            f"trainer.resume_mode=auto: {tracker} must name verl's newest complete checkpoint, and is"
+            f" {f'not a number: {text[:20]!r}' if text else 'empty'}; {remedy}"
+        )
+    step = complete[-1].name.removeprefix("global_step_")
+    LocalDirectory(root).publish([EncodedFile(TRACKER_FILE, [step.encode()])])
+    logger.warning("%s was empty, after a crash while verl wrote it; it names %s again", tracker, complete[-1].name)
 
 
 def find_cut(folder: Path, step: int) -> Cut | None:

@@ -13,7 +13,6 @@ from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.guidance.config import MAKER
 from trainer_hooks.transfer_queue import BACKEND
 from trainer_hooks.verl.config import ASYNCHRONOUS, SECTION, ReplayBlock, is_asked_for, naming
-from trainer_hooks.verl.cuts import check_tracker
 from trajstore._core.files.opening import open_directory
 from trajstore.errors import ConfigurationError
 
@@ -74,7 +73,6 @@ def check_options(config: Any) -> None:
         for option, path in ReplayBlock.from_config(config).paths.items():
             with naming(option, path):
                 open_directory(path)
-        check_tracker(config)
         return
     block = config.get(SECTION)
     if not block and not is_asked_for(config):

@@ -29,7 +29,7 @@ from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay.contract import fingerprint_of
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import ReplayBlock
-from trainer_hooks.verl.cuts import check_tracker, checkpoint_folder
+from trainer_hooks.verl.cuts import checkpoint_folder, mend_tracker
 from trainer_hooks.verl.guided import GuidedManager
 from trainer_hooks.verl.histories import ReplaySampler
 from trainer_hooks.verl.loss import LOSS_MODE, het_ppo_loss, take_figures
@@ -77,7 +77,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
     def __init__(self, config: Any) -> None:
         check_verl()
         self._block = ReplayBlock.from_config(config)
-        check_tracker(config)
+        mend_tracker(config)
         self._told: set[str] = set()
         mode = config.trainer.v1.trainer_mode
         with open_dict(config):

@@ -12,7 +12,7 @@ import pytest
 from tests.trainer_hooks.verl.conftest import Compose
 from trainer_hooks.transfer_queue import BACKEND
 from trainer_hooks.verl.config import naming
-from trainer_hooks.verl.cuts import MODEL_FOLDER, Cut, write_cut
+from trainer_hooks.verl.cuts import DATA_FILE, MODEL_FOLDER, TRACKER_FILE, Cut, mend_tracker, write_cut
 from trainer_hooks.verl.early import check_options, install, record_on_arrival
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, StoreLockedError
@@ -87,25 +87,30 @@ def test_the_check_is_installed_once_also_where_others_wrap_verls(
     assert called == ["others", "verl"]
 
 
-@pytest.mark.parametrize(("text", "what"), [("", "is empty"), ("abc", "is not a number: 'abc'")])
-def test_an_empty_tracker_file_names_the_newest_complete_checkpoint(
-    override_verl: Compose, tmp_path: Path, text: str, what: str
+def test_an_empty_tracker_file_names_the_newest_complete_checkpoint_again(
+    override_verl: Compose, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = override_verl([*BASE, "trainer.v1.trainer_mode=sync_replay", ON, f"trainer.default_local_dir={tmp_path}"])
-    tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    tracker.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=rf"{what}.*No checkpoint there is complete"):
-        check_options(config)
+    tracker = tmp_path / TRACKER_FILE
+    tracker.write_text("", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"is empty; none there is complete"):
+        mend_tracker(config)
     for step in (3, 6, 9):
         folder = tmp_path / f"global_step_{step}"
         write_cut(folder, Cut(step, "run", -1, "", None, {}))
         (folder / MODEL_FOLDER).mkdir()
         if step < 9:  # a crash prevented the rest of step 9
-            (folder / "data.pt").touch()
-    with pytest.raises(ConfigurationError, match=rf"{what}.*global_step_6: write 6 into the file"):
-        check_options(config)
-    tracker.write_text("6", encoding="utf-8")
-    check_options(config)
+            (folder / DATA_FILE).touch()
+    tracker.write_text("abc", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"not a number: 'abc'; write global_step_6"):
+        mend_tracker(config)
+    for crashed in ("", "\0\0"):
+        tracker.write_text(crashed, encoding="utf-8")
+        mend_tracker(config)
+        assert tracker.read_text(encoding="utf-8") == "6"
+    assert caplog.text.count("names global_step_6 again") == 2
+    mend_tracker(config)
+    assert caplog.text.count("again") == 2
 
 
 def test_what_cannot_be_opened_names_its_option(tmp_path: Path) -> None:

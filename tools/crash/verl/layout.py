@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer_hooks.verl.cuts import TRACKER_FILE, restorable_cuts
+
 ASSETS = "assets"
 CHECKPOINTS = "checkpoints"
 SAVE_EVERY = 2
@@ -28,11 +30,15 @@ def calls_path(folder: Path, life: int) -> Path:
 
 
 def step_named_by_tracker(folder: Path) -> int | None:
-    """Return the step of verl's newest complete checkpoint; None if it has none yet."""
-    try:
-        return int((folder / CHECKPOINTS / "latest_checkpointed_iteration.txt").read_text())
-    except FileNotFoundError:
+    """Return the step of verl's newest complete checkpoint; None if it has none yet.
+
+    The kill may have come while verl wrote the file, after the checkpoint: the next driver mends it.
+    """
+    tracker = folder / CHECKPOINTS / TRACKER_FILE
+    if not tracker.is_file():
         return None
+    text = tracker.read_text()
+    return int(text) if text else max(cut.step for cut in restorable_cuts(folder / CHECKPOINTS))
 
 
 def cut_path(folder: Path, step: int) -> Path:
