@@ -106,7 +106,7 @@ STARTS = {
         TESTS / "trainer_hooks" / "test_dataproto.py",
     ),
     "ray": (
-        *(TESTS / "distributed" / f"test_{name}.py" for name in ("dataset", "page", "ray")),
+        *(TESTS / "distributed" / f"test_{name}.py" for name in ("page", "ray")),
         TESTS / "view" / "test_handle.py",
     ),
 }

@@ -29,7 +29,7 @@ from trajstore.distributed.options import HandleOptions
 from trajstore.distributed.reads import Reads
 from trajstore.distributed.routes import Routes
 from trajstore.distributed.run_index import RunIndex
-from trajstore.distributed.server import MOST_STORES, ServedStore
+from trajstore.distributed.server import MOST_STORES
 from trajstore.errors import (
     ConfigurationError,
     EmptyBufferError,
@@ -462,14 +462,6 @@ class DrawingHandle:
         """
         return {rank: self._stores.describe(rank).node for rank in self._stores.look_whole()}
 
-    def served(self) -> list[ServedStore]:
-        """Return the description of each store: rank, path of the run, host and node.
-
-        Raises:
-            StoreUnreachableError: a store does not answer.
-        """
-        return [self._stores.describe(rank) for rank in self._stores.look_whole()]
-
     @property
     def size(self) -> int:
         """Number of trajectories in the responsive stores, as of the last :meth:`refresh`."""
@@ -553,12 +545,6 @@ class SamplingOfHandle:
         if isinstance(trajectory_ids, Drawn):
             there |= self._handle._reads.keeps(trajectory_ids)
         return there
-
-    @property
-    def hidden(self) -> npt.NDArray[np.int64]:
-        """Ids of trajectories that another store has too, with a newer id."""
-        with self._handle._lock:
-            return self._handle._sync.index.hidden.ids
 
     def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the first half of each trajectory's UUID; 0 if it cannot be drawn."""
