@@ -146,7 +146,7 @@ def test_a_command_that_was_killed_completes(stores: Path, tmp_path: Path, name:
         *(
             pytest.param(f"{direction} {form}", marks=pytest.mark.campaign)
             for direction in ("to", "from")
-            for form in ("parquet", "verl", "atif", "minari", "lerobot")
+            for form in ("parquet", "verl", "minari", "lerobot")
         ),
     ],
 )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -157,7 +156,7 @@ ROLLOUTS = st.builds(
 )
 
 
-@pytest.mark.parametrize("name", ["jsonl", "atif", *CONVERSATIONS])
+@pytest.mark.parametrize("name", ["jsonl", *CONVERSATIONS])
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rollouts=st.lists(ROLLOUTS, min_size=1, max_size=8))
 def test_any_rollout_comes_back(
@@ -478,110 +477,3 @@ def test_columns_that_were_added_to_a_file_of_verl_are_kept(tmp_path: Path) -> N
     convert_from(tmp_path / "changed", tmp_path / "again", "verl", check=True)
     (part,) = read_all(tmp_path / "again")
     assert part.metadata == {**full_rollout().metadata, "split": "train", "reward_model": {"rubric": "short"}}
-
-
-def atif_step(number: int, prompt: list[int], completion: list[int], **more: Any) -> dict[str, Any]:
-    metrics = {"prompt_token_ids": prompt, "completion_token_ids": completion, "logprobs": [-0.5] * len(completion)}
-    return {"step_id": number, "source": "agent", "message": "m", "metrics": metrics, **more}
-
-
-def test_tokens_of_steps_are_joined_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Prompts repeat the history; steps copied as context are in the prompt of the next one."""
-    first: dict[str, Any] = {"step_id": 1, "source": "user", "message": "do"}
-    member = {
-        "schema_version": "ATIF-v1.8",
-        "trajectory_id": "b",
-        "agent": {"name": "a", "version": "1"},
-        "steps": [first, atif_step(2, [9], [8], is_copied_context=True), atif_step(3, [9, 8, 7], [6])],
-    }
-    call = {"tool_call_id": "c", "function_name": "f", "arguments": {"x": 1}}
-    results = {"results": [{"source_call_id": "c", "content": "ok"}]}
-    steps = [first, atif_step(2, [1, 2], [3], tool_calls=[call], observation=results), atif_step(3, [1, 2, 3, 4], [5])]
-    document = {**member, "session_id": "s", "steps": steps, "subagent_trajectories": [member]}
-    other = {**member, "steps": [first, atif_step(2, [1], [2]), atif_step(3, [7, 7], [5])]}
-    (tmp_path / "in").mkdir()
-    for name, content in (("0", json.dumps(document)), ("1", json.dumps(other)), ("2", json.dumps(member)[:-9])):
-        (tmp_path / "in" / f"{name}.json").write_text(content)
-    done = convert_from(tmp_path / "in", tmp_path / "store", "atif", check=True)
-    assert (done.written, list(done.problems)) == (3, ["2.json"])
-    whole, copied, broken = (part for part in read_all(tmp_path / "store") if isinstance(part, AgentTrajectory))
-    assert whole.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
-    assert whole.messages[2] == {"role": "tool", "content": "ok", "tool_call_id": "c"}
-    assert (whole.rollout_id, whole.metadata["atif"]["session_id"]) == ("b", "s")
-    for part, ids, mask, start in (
-        (whole, [1, 2, 3, 4, 5], [0, 0, 1, 0, 1], 2),
-        (copied, [9, 8, 7, 6], [0, 0, 0, 1], 3),
-    ):
-        assert part.input_ids is not None
-        assert part.loss_mask is not None
-        assert (part.input_ids.tolist(), part.loss_mask.tolist(), part.response_start) == (ids, mask, start)
-        assert part.rollout_log_probs is not None
-    convert_to(tmp_path / "store", tmp_path / "out", "atif", check=True)
-    written = json.loads((tmp_path / "out" / "00000000.json").read_text())["steps"]
-    assert [step.get("metrics", {}).get("completion_token_ids") for step in written] == [None, [3], [5]]
-    assert broken.input_ids is None
-    assert (
-        "1.json: the prompt of step 3 does not repeat the tokens before it, so all tokens are left out" in caplog.text
-    )
-
-
-def test_a_damaged_document_of_atif_is_named_with_its_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    good = {"schema_version": "ATIF-v1.4", "agent": {"name": "a", "version": "1"}}
-    step = {"step_id": 1, "source": "user", "message": "do"}
-    tokens, more = atif_step(2, [1], [2]), atif_step(3, [1, 2], [3])
-    unknown: dict[str, Any] = {**tokens["metrics"], "logprobs": [None]}
-    documents: list[Any] = [
-        {**good, "steps": [step, tokens, {"step_id": 3, "source": "agent", "message": "m"}]},
-        {**good, "steps": [step, tokens, {**more, "metrics": {**more["metrics"], "logprobs": None}}]},
-        [step],
-        {**good, "steps": []},
-        {**good, "steps": [step, {"message": "m"}]},
-        {**good, "steps": [step, {**tokens, "metrics": unknown}]},
-        {**good, "steps": [step, "m"]},
-    ]
-    (tmp_path / "in").mkdir()
-    for number, document in enumerate(documents):
-        (tmp_path / "in" / f"{number}.json").write_text(json.dumps(document))
-    done = convert_from(tmp_path / "in", tmp_path / "store", "atif", check=True)
-    reasons = ["must be an object", "has no steps", "step 2: has no 'source'", "step 2: "]
-    assert list(done.problems) == [f"{number}.json" for number in (2, 3, 4, 6)]
-    assert all(reason in text for reason, text in zip(reasons, done.problems.values(), strict=True))
-    assert "0.json: step 3 has none, so all tokens are left out" in caplog.text
-    for number in (1, 5):
-        assert f"{number}.json: a step lacks logprobs, so all are left out" in caplog.text
-
-
-@pytest.mark.campaign
-def test_the_package_of_atif_accepts_what_is_written(tmp_path: Path) -> None:
-    atif = pytest.importorskip("atif")
-    convert_to(stored(tmp_path / "store", [full_rollout()]), tmp_path / "out", "atif", check=True)
-    read = atif.Trajectory.model_validate_json((tmp_path / "out" / "00000000.json").read_bytes())
-    assert [step.source for step in read.steps] == ["system", "user", "agent", "agent"]
-    assert read.steps[2].metrics.completion_token_ids == [2, 3]
-    assert read.steps[2].metrics.logprobs == pytest.approx([-0.1, -0.2], abs=1e-2)
-    assert read.final_metrics.total_completion_tokens == 3
-
-
-@pytest.mark.campaign
-def test_demonstrations_of_robomimic_are_in_order_and_name_their_splits(tmp_path: Path) -> None:
-    h5py = pytest.importorskip("h5py")
-    with h5py.File(tmp_path / "demos.hdf5", "w") as file:
-        for number in range(12):
-            group = file.create_group(f"data/demo_{number}")
-            group["actions"] = np.full((3, 2), number, np.float32)
-            group["rewards"], group["dones"] = np.zeros(3), np.array([0, 0, 1])
-            group["obs/eef"] = np.zeros((3 if number != 5 else 2, 4))
-            group["initial_state/pose"] = np.full((1, 7), number, np.float32)
-            group["seed"] = number
-            group.attrs["success"] = np.bool_(number % 2)
-        file["mask/valid"] = np.array([b"demo_10", b"demo_2"])
-    done = convert_from(tmp_path / "demos.hdf5", tmp_path / "store", "robomimic", check=True)
-    assert list(done.problems) == ["demo_5"]
-    parts = [part for part in read_all(tmp_path / "store") if isinstance(part, Trajectory)]
-    assert [int(part.actions[0, 0, 0]) for part in parts] == [*range(5), *range(6, 12)]
-    assert [number for number, part in enumerate(parts) if part.forward_inputs["splits"]] == [2, 9]
-    assert parts[2].forward_inputs["initial_state"]["pose"].tolist() == [2.0] * 7
-    assert (parts[1].forward_inputs["attributes"], parts[1].forward_inputs["seed"]) == ({"success": True}, 1)
-    assert inspect_trajectory(tmp_path / "store", 2, 1)["values"]["forward_inputs.initial_state.pose"] == [2.0] * 7
-    with pytest.raises(ConfigurationError, match="robomimic can only be read"):
-        convert_to(tmp_path / "store", tmp_path / "out", "robomimic")

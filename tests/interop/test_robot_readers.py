@@ -1,11 +1,10 @@
-"""Robot data sets against other readers: pyarrow, h5py and Pillow, and Minari, LeRobot and robomimic if installed."""
+"""Robot data sets against other readers: pyarrow, h5py and Pillow, and Minari and LeRobot if installed."""
 
 from __future__ import annotations
 
 import io
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.stores import stored
 from tests.support.equality import same
 from trajstore import EmbodiedRolloutResult, Trajectory
 from trajstore.errors import InvalidTrajectoryError
-from trajstore.interop.convert import Converted, convert_from, convert_to
+from trajstore.interop.convert import convert_from, convert_to
 from trajstore.interop.gymnasium import VectorSteps
 
 pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra 'convert'")
@@ -330,78 +329,6 @@ def test_pyarrow_and_lerobot_read_what_was_written(seed: int, tmp_path: Path, mo
         assert np.array_equal(read["action"].numpy().reshape(-1), known(episode["actions"][step]))
 
 
-# -- robomimic ----------------------------------------------------------------------------------------
-
-
-def robomimic_file(path: Path, episodes: list[Values], change: Callable[[Any], None] = lambda file: None) -> None:
-    with h5py.File(path, "w") as file:
-        for number, episode in enumerate(episodes):
-            group = file.create_group(f"data/demo_{number}")
-            group.attrs["num_samples"] = len(episode["rewards"])
-            group["actions"], group["rewards"] = episode["actions"], episode["rewards"]
-            group["dones"] = episode["terminations"].astype(np.int64)
-            for name, value in episode["observations"].items():
-                group[f"obs/{name}"], group[f"next_obs/{name}"] = value[:-1], value[1:]
-            group["obs/text"] = [text.encode() for text in episode["texts"][:-1]]
-        file["data"].attrs["total"] = sum(len(episode["rewards"]) for episode in episodes)
-        change(file)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_demonstrations_are_read_as_they_were_made(seed: int, tmp_path: Path) -> None:
-    made = Episodes(seed)
-    episodes = made.some()
-    robomimic_file(tmp_path / "demos.hdf5", episodes)
-    done = convert_from(tmp_path / "demos.hdf5", tmp_path / "store", "robomimic", check=True)
-    assert (done.written, done.problems) == (len(episodes), {})
-    read = [part for part in read_all(tmp_path / "store") if isinstance(part, Trajectory)]
-    for part, episode in zip(read, episodes, strict=True):
-        for name, value in episode["observations"].items():
-            assert same(part.curr_obs[name][:, 0].numpy(), value[:-1])
-            assert same(part.next_obs[name][:, 0].numpy(), value[1:])
-        assert part.curr_obs["text"] == episode["texts"][:-1]
-        assert same(part.actions[:, 0].numpy(), episode["actions"])
-        assert same(part.rewards[:, 0, 0].numpy(), episode["rewards"])
-        assert same(part.dones[:, 0, 0].numpy(), episode["terminations"])
-    robomimic = pytest.importorskip("robomimic.utils.dataset", reason="robomimic is not installed; h5py agreed")
-    data = robomimic.SequenceDataset(str(tmp_path / "demos.hdf5"), list(made.kinds), ["actions", "rewards"])
-    for number, part in enumerate(read):
-        for name in made.kinds:
-            assert same(part.curr_obs[name][:, 0].numpy(), data.get_dataset_for_ep(f"demo_{number}", f"obs/{name}")[()])
-        assert same(part.actions[:, 0].numpy(), data.get_dataset_for_ep(f"demo_{number}", "actions")[()])
-
-
-def _counts(file: Any) -> None:
-    file["data/demo_1"].attrs["num_samples"] = 99
-    file["data"].attrs["total"] = 1_000
-    file["mask/train"] = np.array([b"demo_0", b"demo_7"])
-
-
-def test_odd_demonstrations_of_robomimic_come_whole_or_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    episodes = [Episodes(0).one() for _ in range(3)]
-
-    def odd(file: Any) -> None:
-        group = file["data/demo_1"]
-        group.attrs["goal"] = h5py.Empty("S1")
-        group["language"] = [b"left"] * len(episodes[1]["rewards"])
-
-    def converted(change: Callable[[Any], None], name: str) -> Converted:
-        robomimic_file(tmp_path / f"{name}.hdf5", episodes, change)
-        return convert_from(tmp_path / f"{name}.hdf5", tmp_path / name, "robomimic", check=True)
-
-    assert converted(odd, "odd").is_whole
-    part = read_all(tmp_path / "odd")[1]
-    assert isinstance(part, Trajectory)
-    assert part.forward_inputs["language"] == ["left"] * len(episodes[1]["rewards"])
-    assert part.forward_inputs["attributes"]["goal"] is None
-    assert caplog.text == ""
-    assert list(converted(_counts, "counts").problems) == ["demo_1"]
-    assert "mask/train names demonstrations that are not there: demo_7" in caplog.text
-    assert "data counts 1,000 samples" in caplog.text
-
-
 # -- files and arrays ---------------------------------------------------------------------------------
 
 
@@ -424,14 +351,3 @@ def test_arrays_with_masked_values_are_refused(tmp_path: Path) -> None:
         use(array(False))
         with pytest.raises(InvalidTrajectoryError, match=r"a masked array would lose its mask; give its filled"):
             use(array(True))
-
-
-def test_a_demonstration_without_steps_is_named(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "data.hdf5", "w") as file:
-        for name, steps in (("demo_0", 0), ("demo_1", 3)):
-            group = file.create_group(f"data/{name}")
-            group["actions"], group["obs/joints"] = np.ones((steps, 7)), np.ones((steps, 2))
-            group.attrs["num_samples"] = steps
-    done = convert_from(tmp_path / "data.hdf5", tmp_path / "out", "robomimic", check=True)
-    assert (done.written, list(done.problems)) == (1, ["demo_0"])
-    assert "it has no actions" in done.problems["demo_0"]
