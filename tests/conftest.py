@@ -105,10 +105,7 @@ STARTS = {
         TESTS / "trainer_hooks" / "test_agentevolver.py",
         TESTS / "trainer_hooks" / "test_dataproto.py",
     ),
-    "ray": (
-        *(TESTS / "distributed" / f"test_{name}.py" for name in ("page", "ray")),
-        TESTS / "view" / "test_handle.py",
-    ),
+    "ray": (*(TESTS / "distributed" / f"test_{name}.py" for name in ("page", "ray")),),
 }
 """Test files and folders by the marker of the services they start; importing these takes seconds."""
 HOLDS = {**STARTS, "browser": (TESTS / "view",)}

@@ -29,7 +29,6 @@ PACKAGES = (
     "trajstore.points",
     "trajstore.samplers",
     "trajstore.stores",
-    "trajstore.view",
     "trainer_hooks.guidance",
     "trainer_hooks.replay",
 )

@@ -8,13 +8,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from trajstore.view.server import Correcting, served
-from trajstore.view.shown import OfReader
+from trajstore.view.living import Living
+from trajstore.view.server import Correcting, listening, server_of
+from trajstore.view.shown import Shown
 
 PATIENCE = 600
 """Seconds that a loaded machine may take."""
@@ -84,10 +86,20 @@ def serving(
     path: Path, token: str | None = None, *, who: str | None = None, pin: str | None = None, compare: Path | None = None
 ) -> Iterator[str]:
     """Serve a directory from a thread, with ``--write`` if an author of values is named; yields the address."""
-    other = None if compare is None else OfReader(compare)
+    other = None if compare is None else Shown(compare)
     correcting = None if who is None else Correcting(path, who)
-    with served(OfReader(path, pin=pin), "127.0.0.1", 0, other=other, token=token, correcting=correcting) as address:
-        yield address.removesuffix("/")
+    with (
+        listening("127.0.0.1", 0) as (listener, _, address),
+        closing(Living(Shown(path, pin=pin), other=other)) as living,
+    ):
+        server = server_of(living, token, correcting)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield address.removesuffix("/")
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.operations.inspect import inspect
 from trajstore.trajectory import AgentTrajectory
-from trajstore.view.shown import OfReader
+from trajstore.view.shown import Shown
 
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2)
 
@@ -210,7 +210,7 @@ def test_a_pin_shows_the_pool_as_it_was(tmp_path: Path) -> None:
         store.close()
 
     def overview(pin: str | None = None) -> dict[str, Any]:
-        with closing(OfReader(path, pin=pin)) as shown:
+        with closing(Shown(path, pin=pin)) as shown:
             assert shown.pool is not None
             return shown.pool.overview()
 
@@ -247,7 +247,7 @@ def test_a_pool_chooses_among_recorded_rollouts(tmp_path: Path) -> None:
         manager.flush()
         again = ExperienceManager(RULES, store=BufferStore(buffer, finding(ids)))
         assert view(again) == before
-        with closing(OfReader(tmp_path)) as shown:
+        with closing(Shown(tmp_path)) as shown:
             assert shown.pool is not None
             assert (len(shown), shown.pool.overview()["histories"]) == (5, 3), "all rollouts are shown"
         report = inspect(tmp_path)

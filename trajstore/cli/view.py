@@ -98,10 +98,10 @@ def _serve(options: Namespace, out: Output) -> int:
 
 def _living(options: Namespace, *, copied: bool = False) -> Living:
     from trajstore.view.living import Living
-    from trajstore.view.shown import OfReader
+    from trajstore.view.shown import Shown
 
-    other = None if options.compare is None else OfReader(options.compare, copied=copied)
-    return Living(OfReader(options.path, pin=options.pin, copied=copied), tokenizer=options.tokenizer, other=other)
+    other = None if options.compare is None else Shown(options.compare, copied=copied)
+    return Living(Shown(options.path, pin=options.pin, copied=copied), tokenizer=options.tokenizer, other=other)
 
 
 def _login() -> str | None:

@@ -42,7 +42,7 @@ from trajstore.view.answers import Answer, columns_of, in_order, keys_of, late_v
 from trajstore.view.overview import MEASURED, Sample, mean_of, overview, sampled
 from trajstore.view.rollout import Pictures, answer_of, pictures_of
 from trajstore.view.session import OpenSessions, tree_of
-from trajstore.view.shown import OfReader, Shown
+from trajstore.view.shown import Shown
 from trajstore.view.training import Training
 
 if TYPE_CHECKING:
@@ -173,8 +173,8 @@ class Living:
 
     def _is_written(self) -> bool:
         """Return whether a writer has the store open; reads its lock, which may be far away, every few seconds."""
-        if self._shown.pin is not None or self._shown.catalogs() is None:
-            return self._shown.pin is None  # a handle's stores are written until they stop
+        if self._shown.pin is not None:
+            return False
         if time.monotonic() - self._looked < _LOOK_APART:
             return self.state.written
         self._looked = time.monotonic()
@@ -297,7 +297,7 @@ class Living:
         return {**trained, "state": self.state.name}
 
     def _directories(self) -> dict[int, Directory]:
-        return {rank: catalog.directory for rank, catalog in (self._shown.catalogs() or {}).items()}
+        return {rank: catalog.directory for rank, catalog in self._shown.catalogs().items()}
 
     def _ids_of(self, where: str, order: Sequence[str], state: str) -> tuple[npt.NDArray[np.int64], str]:
         """Return a query's ids and their state: the requested state if it is cached."""
@@ -346,13 +346,7 @@ class Living:
         """
         pool = None if self._shown.pool is None else self._shown.pool.overview()
         runs = [{**overview(self.table(where, number)), "path": run.path} for number, run in enumerate(self._runs)]
-        extra = {
-            "other": runs[1] if len(runs) > 1 else None,
-            "pool": pool,
-            "limits": list(self._shown.limits),
-            "state": self.state.name,
-        }
-        return {**runs[0], **extra}
+        return {**runs[0], "other": runs[1] if len(runs) > 1 else None, "pool": pool, "state": self.state.name}
 
     def table(self, where: str = "", run: int = 0) -> pl.DataFrame:
         """Return the facts of the trajectories that match a condition, in the order of their ids.
@@ -560,9 +554,8 @@ class Living:
         """
         number = id_from("trajectory_id", shown)
         catalogs = self._shown.catalogs()
-        if not catalogs:  # RLinf's directories and a pool's files have no late values; a handle's stores are elsewhere
-            limits = [] if catalogs is not None else list(self._shown.limits)
-            return {**late_values(own_id(number), Notes(), []), "limits": limits, "state": self.state.name}
+        if not catalogs:  # RLinf's directories have no late values
+            return {**late_values(own_id(number), Notes(), []), "state": self.state.name}
         before = catalogs.get(rank_of_id(number))
         if before is None:
             raise self._none_of(shown)
@@ -571,7 +564,7 @@ class Living:
         inbox = self._inboxes.setdefault(before.directory.url, InboxView(before.directory))
         waiting = inbox.look(before.store_id)
         self.refresh()  # after reading the inbox, so that no value applied in between is missed
-        catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
+        catalog = self._shown.catalogs().get(rank_of_id(number))
         if catalog is None or not self._is_recorded(catalog, number):
             raise self._none_of(shown)
         return {**late_values(own_id(number), catalog.notes, waiting), "state": self.state.name}
@@ -579,7 +572,7 @@ class Living:
     def notes_shown(self, shown: str) -> Answer:
         """Return the late values of a trajectory in the visible state, without those in the inbox."""
         number = id_from("trajectory_id", shown)
-        catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
+        catalog = self._shown.catalogs().get(rank_of_id(number))
         if catalog is None:
             notes = Notes()
         elif self._shown.pin is None:
@@ -592,7 +585,7 @@ class Living:
     def _none_of(self, shown: str) -> TrajectoryUnavailableError:
         """Return the error for an id that cannot be shown; names the damage that it is lost in."""
         damage, number = self._shown.damage, id_from("trajectory_id", shown)
-        catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
+        catalog = self._shown.catalogs().get(rank_of_id(number))
         if damage is None:
             return TrajectoryUnavailableError(f"trajectory {shown}: does not exist, or was evicted")
         if catalog is None or self._is_recorded(catalog, number):
@@ -603,7 +596,7 @@ class Living:
 
     def _is_recorded(self, catalog: Catalog, number: int) -> bool:
         """Return whether a store has a trajectory, readable or not."""
-        if isinstance(self._shown, OfReader) and self._shown.shows(number):
+        if self._shown.shows(number):
             return True
         return open_leniently(catalog.directory)[0].index.find(own_id(number)) is not None
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -31,7 +30,6 @@ from trajstore.view.answers import Answer
 from trajstore.view.guard import Guard, is_loopback
 from trajstore.view.living import Living, State, told, with_points
 from trajstore.view.page import STATIC
-from trajstore.view.shown import Shown
 
 T = TypeVar("T")
 
@@ -340,45 +338,6 @@ def listening(host: str, port: int) -> Iterator[tuple[socket.socket, str | None,
     name = f"[{host}]" if ":" in host else host
     with listener:
         yield listener, token, f"http://{name}:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}"
-
-
-@contextmanager
-def served(
-    shown: Shown,
-    host: str,
-    port: int,
-    *,
-    tokenizer: str | Path | None = None,
-    other: Shown | None = None,
-    token: str | None = None,
-    correcting: Correcting | None = None,
-) -> Iterator[str]:
-    """Serve from a thread until the context ends; yield the address.
-
-    Args:
-        shown: the contents of the page; owned by the server from now on.
-        host: address to listen on.
-        port: port; 0 = any free one.
-        tokenizer: as for :class:`Living`.
-        other: as for :class:`Living`.
-        token: token to require if the host is a loopback address; other hosts get a random one.
-        correcting: applies values from the page; None if the page is read-only.
-
-    Raises:
-        ConfigurationError: the address does not exist here, or the port is taken.
-    """
-    with (
-        listening(host, port) as (listener, own, address),
-        closing(Living(shown, tokenizer=tokenizer, other=other)) as living,
-    ):
-        server = server_of(living, own or token, correcting)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="trajstore-view")
-        thread.start()
-        try:
-            yield address
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 # -- values entered in the page -------------------------------------------------------------------------

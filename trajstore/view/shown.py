@@ -1,26 +1,21 @@
-"""Sources of the page's contents: a directory, a pool in it, or a handle of stores. Thin."""
+"""The page's contents: a directory, or the pool in it. Thin."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from trajstore._core.sampling.base import Drawn
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.run_ids import id_from
-from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError, listed
+from trajstore.errors import CorruptStoreError
 from trajstore.operations.opening import open_readable
 from trajstore.operations.pools import Pool, pool_support
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
-    from trajstore.distributed import DistributedReplayBuffer
     from trajstore.query import Query
 
 logger = logging.getLogger(__name__)
@@ -29,7 +24,7 @@ _LIST_APART = 5.0
 """Seconds between two listings of the points of a store without a pool: one is a request if the store is far away."""
 
 
-class OfReader:
+class Shown:
     """The contents of a store, a checkpoint, a run or a directory of RLinf; for a pool's store, the pool.
 
     Args:
@@ -44,8 +39,6 @@ class OfReader:
 
     pool: Pool | None = None
     """The experience pool; None if the source is not one."""
-    limits: Sequence[str] = ()
-    """Sentences on features that the page lacks for this source."""
 
     def __init__(self, path: str | Path, *, pin: str | None = None, copied: bool = False) -> None:
         self.path, self.pin = str(path), pin
@@ -119,69 +112,3 @@ class OfReader:
     def close(self) -> None:
         """Release the reader's lease."""
         self._reader.close()
-
-
-class OfHandle:
-    """The contents of a handle of stores, with the members of :class:`OfReader`.
-
-    Facts are fetched once per state, trajectories one by one. While a store does not answer, those of the others are
-    visible, and ``damage`` names it.
-
-    Args:
-        handle: the handle; it is not closed here.
-
-    Raises:
-        StoreUnreachableError: no store answers.
-    """
-
-    damage: str | None = None
-    pool: Pool | None = None
-    pin: str | None = None
-    limits = (
-        "A handle of stores has only the latest late values, as facts. To see their history or set values, run "
-        "`trajstore view` on a machine that has the directories.",
-    )
-
-    def __init__(self, handle: DistributedReplayBuffer) -> None:
-        self._handle = handle
-        self.path = f"stores {handle.name!r} of Ray"
-        self._look()
-
-    def __len__(self) -> int:
-        return len(self._facts)
-
-    def refresh(self) -> bool:
-        self._handle.refresh()
-        if self._absent == self._handle.absent and np.array_equal(self._ids, self._handle.trajectory_ids):
-            return False
-        self._look()
-        return True
-
-    def _look(self) -> None:
-        self._facts = self._handle.query().table()
-        self._absent, self._ids = self._handle.absent, self._handle.trajectory_ids
-        names = listed(f"rank_{rank}" for rank in self._absent)
-        self.damage = f"{self.path}: no answer from {names}; rollouts there are not shown" if names else None
-
-    def query(self) -> Query:
-        facts = self._facts
-        return replace(self._handle.query(), facts=lambda: facts)
-
-    def get(self, shown: str) -> AnyTrajectory:
-        number = id_from("trajectory_id", shown)
-        if not (self._facts["trajectory_id"] == number).any():  # avoids waiting for a store that does not exist
-            raise TrajectoryUnavailableError(f"trajectory {shown}: does not exist, or was evicted")
-        return self._handle.get(number)
-
-    def read(self, drawn: Drawn, columns: Sequence[str]) -> dict[str, Any]:
-        return self._handle.read(drawn, columns=columns)
-
-    def catalogs(self) -> None:
-        """Return None: the stores are not local."""
-
-    def close(self) -> None:
-        """Do nothing; the caller owns the handle."""
-
-
-Shown: TypeAlias = OfReader | OfHandle
-"""A source of trajectories for the page."""

@@ -51,7 +51,7 @@ export function showLate(section, { id, signal, isOpen, changed }) {
   }
 
   function tell() {
-    section.hidden = !told.values.length && !write && !told.limits?.length;
+    section.hidden = !told.values.length && !write;
     if (write) form.tell(write, told.names);
     const text = JSON.stringify([told.values, told.earlier]);
     if (text === shown) return;
@@ -59,7 +59,7 @@ export function showLate(section, { id, signal, isOpen, changed }) {
     else details.open = isOpen || Boolean(write);
     shown = text;
     const held = list.contains(document.activeElement);
-    fill(list, (told.limits ?? []).map((text) => make("p", { class: "note" }, text)), told.values.length ? tableOf(told, write && take) : []);
+    fill(list, told.values.length ? tableOf(told, write && take) : []);
     if (held) form.focus();
   }
 

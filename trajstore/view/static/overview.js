@@ -154,7 +154,6 @@ export async function show(main, { parameters, keep, signal }) {
         : `A pool keeps rollouts with a high outcome: from ${short(told.outcomes[0])} to ${short(told.outcomes[1])}.`) : null,
       say(told.unreadable_count, all, "unreadable, with unknown facts (see trajstore verify)", "not readable"),
       say(told.without_outcome, ["rollout"], "without an outcome", "kind = 'agent' and outcome is null"),
-      told.limits.map((text) => make("li", { class: "quiet" }, text)),
       told.by_version.x.length > 0 && say(told.without_version, all, "without a policy version, in no curve over versions", "version_high is null")].flat());
     draw();
     if (told.pool) drawPool(told.pool);
