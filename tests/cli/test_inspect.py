@@ -16,7 +16,7 @@ import torch
 
 from tests.cli.stores import ENVIRONMENTS, STEPS, Run, write_store
 from tests.stores import add_each, flip, in_memory, opened, overwrite_by_rlinf, stored
-from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore import Trajectory
 from trajstore._core.formats import FORMATS
 from trajstore.cli import DAMAGED
 from trajstore.cli.output import format_bytes
@@ -45,15 +45,6 @@ def test_report_of_a_store(run: Run, tmp_path: Path, trajectory_format: str) -> 
     assert report["ids"] == {"first": 0, "last": 4, "absent": 0, "gaps": []}
     assert report["policy"]["versions"] == {"min": 10, "max": 14}
     assert report["policy"]["ages"] == {"min": 0, "mean": 2.0, "max": 4}
-    assert report["rewards"]["mean"] == 1.0
-    assert report["rewards"]["std"] == 0.0
-    assert report["episodes"] == {
-        "ended": 5 * 4,
-        "length": {"min": 2, "mean": (4 + 2 + 6 + 6) / 4, "max": 6},
-        "return": {"min": 2.0, "mean": 4.5, "max": 6.0},
-        "spanning": None,
-        "begun_before": 0,
-    }
     assert report["integrity"]["problems"] == []
     told = run.json("inspect", path)
     assert told["last_addition"]["age"] >= report["last_addition"]["age"] >= 0
@@ -62,7 +53,6 @@ def test_report_of_a_store(run: Run, tmp_path: Path, trajectory_format: str) -> 
     for expected in (
         f"live bytes {format_bytes(report['live_bytes'])} shard bytes {format_bytes(report['shard_bytes'])}",
         "policy versions 10 to 14",
-        "episodes length 2 to 6, mean 4.5",
         "curr_obs.states float32 [1] 360 B",
     ):
         assert expected in out
@@ -259,53 +249,7 @@ def test_what_opening_a_run_does_not_show_is_told(run: Run, tmp_path: Path) -> N
     assert "step_5" in note
 
 
-# -- agents, runs, episodes ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("evicted", [1, 2, 3, 7])
-def test_episodes_whose_beginning_was_evicted_are_in_no_length(run: Run, tmp_path: Path, evicted: int) -> None:
-    """Two alternating workers, each with two environments; episodes of 5 or 6 steps in blocks of 4."""
-    generator = torch.Generator().manual_seed(3)
-    blocks: list[Trajectory] = []
-    states = [torch.rand(41, 2, 4, generator=generator) for _ in range(2)]
-    ends = torch.zeros(40, 2, 1, dtype=torch.bool)
-    ends[4::5, 0] = ends[5::6, 1] = True
-    for start in range(0, 40, 4):
-        for worker in range(2):
-            rows, after = slice(start, start + 4), slice(start + 1, start + 5)
-            observed = {"states": states[worker][rows]}, {"states": states[worker][after]}
-            blocks.append(
-                Trajectory(rewards=torch.ones(4, 2, 1), dones=ends[rows], curr_obs=observed[0], next_obs=observed[1])
-            )
-    path = tmp_path / "store"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0) as buffer:
-        buffer.add_trajectories(blocks)
-        buffer.flush()
-        whole = inspect(path)["episodes"]
-        buffer.evict(list(range(evicted)))
-    assert (whole["length"]["min"], whole["length"]["max"], whole["begun_before"]) == (5, 6, 0)
-    assert (whole["ended"], whole["spanning"], whole["length"]["mean"]) == (28, 28, 152 / 28)
-    assert inspect(path, measure=4)["episodes"]["begun_before"] == 4
-    episodes = inspect(path)["episodes"]
-    assert (episodes["length"]["min"], episodes["length"]["max"]) == (5, 6)
-    assert (episodes["return"]["min"], episodes["return"]["max"]) == (5, 6)
-    assert episodes["begun_before"] == 4, "of both workers: their beginning may be evicted"
-    assert "episodes begun before 4 " in " ".join(run.out("inspect", path).split())
-
-
-def test_whole_episodes_are_counted_whatever_was_evicted_before(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(3)
-    dones = torch.zeros(5, 2, 1, dtype=torch.bool)
-    dones[-1] = True
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, sample_window_size=0) as buffer:
-        for _ in range(6):
-            before, after = torch.rand(2, 5, 2, 4, generator=generator)
-            buffer.add_trajectories(
-                [Trajectory(rewards=torch.ones(5, 2, 1), dones=dones, curr_obs={"x": before}, next_obs={"x": after})]
-            )
-        buffer.evict([0, 1])
-    episodes = inspect(tmp_path)["episodes"]
-    assert (episodes["ended"], episodes["begun_before"], episodes["length"]["min"]) == (8, 0, 5)
+# -- runs ----------------------------------------------------------------------------
 
 
 def test_a_run_is_one_table(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -323,7 +267,6 @@ def test_a_run_is_one_table(run: Run, tmp_path: Path, caplog: pytest.LogCaptureF
     assert "rank_2: shards/" in out
     report = inspect(tmp_path)
     assert report["trajectories"] == 2 + 4 + 5
-    assert report["rewards"]["mean"] == 1.0
     assert report["policy"]["versions"] == {"min": 0, "max": 34}
     code, out, _ = run("inspect", tmp_path, "--each")
     assert (code, out.count("columns")) == (DAMAGED, 3)
@@ -347,30 +290,3 @@ def test_columns_with_rows_of_no_values(tmp_path: Path, layout: Any, empty: str)
     buffer = in_memory([Trajectory(**columns) for _ in range(3)])
     buffer.save_checkpoint(tmp_path / "here", layout=layout)
     assert inspect(tmp_path / "here")["trajectories"] == 3
-
-
-@pytest.mark.parametrize("layout", ["trajstore", "rlinf"])
-@pytest.mark.parametrize("observed", [True, False])
-def test_episodes_end_with_a_rollout_epoch_unless_its_observations_go_on(
-    tmp_path: Path, layout: Any, observed: bool
-) -> None:
-    """Environment 0 goes on after 4 steps; 1 was reset, and goes on in the next trajectory."""
-    states = torch.arange(26.0).reshape(13, 2, 1)
-    following = states[1:].clone()
-    following[3, 1] = -1
-    blocks = []
-    for first, steps, ends in ((0, 8, 5), (8, 4, 0)):
-        epochs = steps // 4
-        dones = torch.zeros(epochs, 5, 2, 1, dtype=torch.bool)
-        dones[ends // 4, ends % 4 + 1] = True
-        rows = slice(first, first + steps)
-        seen = {"curr_obs": {"x": states[rows]}, "next_obs": {"x": following[rows]}} if observed else {}
-        blocks.append(Trajectory(rewards=torch.ones(steps, 2, 1), dones=dones.reshape(-1, 2, 1), **seen))
-    buffer = in_memory(blocks)
-    buffer.save_checkpoint(str(tmp_path / "saved"), layout=layout)
-    episodes = inspect(tmp_path / "saved")["episodes"]
-    lengths = [6, 2, 3, 3] if observed else [2, 2, 1, 1]
-    assert episodes["ended"] == 4
-    assert episodes["length"] == {"min": min(lengths), "mean": sum(lengths) / 4, "max": max(lengths)}
-    assert episodes["return"] == {"min": min(lengths), "mean": sum(lengths) / 4, "max": max(lengths)}
-    assert episodes["spanning"] == (2 if observed else None)

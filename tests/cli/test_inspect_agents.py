@@ -38,7 +38,6 @@ def test_agent_trajectories(run: Run, tmp_path: Path) -> None:
         "with_messages": 4,
     }
     assert report["policy"]["ages"]["max"] == 3
-    assert report["rewards"] is None
     annotate(path, 1, {"outcome": 0.0})
     assert inspect(path)["agents"]["outcomes"] == {"min": 0.0, "mean": 0.25, "max": 1.0}
     assert "  | go\n" in run.out("inspect", path, "--trajectory", 1)
@@ -113,7 +112,7 @@ def test_a_pools_store_is_told_as_a_pool(run: Run, tmp_path: Path) -> None:
         "others": 0,
         "recorded": False,
     }
-    assert (report["agents"]["rollouts"], report["agents"]["tasks"], report["measured"]) == (4, 2, 0)
+    assert (report["agents"]["rollouts"], report["agents"]["tasks"]) == (4, 2)
     assert report["policy"]["versions"] == {"min": 2, "max": 3}
     code, out, _ = run("inspect", tmp_path / "pool")
     figure_of = figures(out)

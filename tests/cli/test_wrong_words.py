@@ -34,7 +34,6 @@ WRONG = [
     ("inspect store --trajectory 99", "99"),
     ("inspect steps --trajectory 0 --sample 18", "0 to 17"),
     ("inspect store --sample 1", "--trajectory"),
-    ("inspect store --measure -1", "-1"),
     ("copy store taken", "is not empty"),
     ("copy absent new", "absent"),
     ("repair store taken", "is not empty"),

@@ -128,12 +128,7 @@ def test_rows_spans_and_episodes_are_those_of_the_environments(tmp_path: Path, m
             assert last[row] == run_of[-1][1]
             assert total[row] == pytest.approx(sum(GAMMA**at * step[2] for at, step in enumerate(run_of)), rel=1e-5)
             assert bootstrap[row] == pytest.approx(0 if run_of[-1][3] else GAMMA ** len(run_of), rel=1e-5)
-    report = inspect(tmp_path)
-    assert report["samples"] == len(seen)
-    lengths = [len(episode) for witness in witnesses for episode in witness.episodes[:-1] if episode]
-    ended = [len(witness.episodes[-1]) for witness in witnesses if _has_ended(witness)]
-    assert report["episodes"]["length"]["max"] == max(lengths + ended) <= 9
-    assert report["episodes"]["ended"] == len(lengths + ended)
+    assert inspect(tmp_path)["samples"] == len(seen)
 
 
 def _in_time(witness: Witness, mode: AutoresetMode) -> list[int]:

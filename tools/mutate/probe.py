@@ -104,7 +104,7 @@ def probe(path: Path, kind: Kind) -> Report:
     found, error = _call("verify", lambda: verify(path), report)
     report.reported, report.notes, report.message = _verdict(found, error)
     report.lost = _lost(found)
-    _call("inspect", lambda: inspect(path, measure=0), report)
+    _call("inspect", lambda: inspect(path), report)
     report.strict = _look(path, kind, report, strict=True)
     report.lenient = _look(path, kind, report, strict=False)
     _repair(path, kind, report)

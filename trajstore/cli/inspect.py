@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
 
 from trajstore.cli.command import REMOVE, Command, add_ranks, add_tokenizer
-from trajstore.cli.output import Output, ProgressBar, format_number
+from trajstore.cli.output import Output, format_number
 from trajstore.cli.report import cell, write, write_table, write_trajectory
 from trajstore.errors import ConfigurationError, counted, listed
 
@@ -18,7 +17,7 @@ KINDS = {
     "unreadable": "cannot be read",
 }
 
-_UNLESS_ZERO = ("earlier_states", "open_sessions", "invalid_steps", "unreadable", "measured", "response_tokens_known")
+_UNLESS_ZERO = ("earlier_states", "open_sessions", "invalid_steps", "response_tokens_known")
 
 _BELOW = {
     "aside": "`trajstore rollback PATH --to NAME` goes there again",
@@ -61,13 +60,6 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="with --trajectory, show all of long texts and values")
     add_tokenizer(parser)
     parser.add_argument(
-        "--measure",
-        type=int,
-        metavar="N",
-        help="read rewards and episodes of the newest N step trajectories; 0 = all (default: 2000)",
-    )
-
-    parser.add_argument(
         "--max-age",
         type=float,
         metavar="SECONDS",
@@ -77,7 +69,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore.operations.inspect import MEASURED_AT_MOST, inspect
+    from trajstore.operations.inspect import inspect
     from trajstore.operations.trajectory_report import inspect_trajectory
 
     detail = [name for name in ("sample", "tokenizer", "tokens", "full") if vars(options)[name] not in (None, False)]
@@ -87,8 +79,6 @@ def _run(options: Namespace, out: Output) -> int:
         raise ConfigurationError("--tokens shows all tokens of a rollout: without --sample")
     if options.each and (options.trajectory is not None or options.json):
         raise ConfigurationError("--each writes every rank of a run as text: without --trajectory, and without --json")
-    if options.measure is not None and options.measure < 0:
-        raise ConfigurationError(f"--measure {options.measure}: must be 0 (all) or more")
     if options.max_age is not None and not options.max_age >= 0:
         raise ConfigurationError(f"--max-age {options.max_age}: must be 0 or more seconds")
     for name, value in (("--max-age", options.max_age), ("--ranks", options.ranks)):
@@ -99,9 +89,7 @@ def _run(options: Namespace, out: Output) -> int:
             options.path, options.trajectory, options.sample, options.tokenizer, tokens=options.tokens
         )
     else:
-        measure = MEASURED_AT_MOST if options.measure is None else options.measure
-        with ProgressBar("reading", sys.stderr) as bar:
-            report = inspect(options.path, measure, bar, ranks=options.ranks)
+        report = inspect(options.path, ranks=options.ranks)
         report["integrity"]["problems"] += _too_old(report, options.max_age)
     if options.json:
         out.json(report)
@@ -220,7 +208,6 @@ def _line(part: dict[str, Any], above: str) -> dict[str, Any]:
         "trajectories": part["trajectories"] if readable else "?",
         "samples": part["samples"] if readable else "?",
         "size_on_disk": part["size_on_disk"],
-        "rewards": (part.get("rewards") or {}).get("mean"),
         "outcomes": ((part.get("agents") or {}).get("outcomes") or {}).get("mean"),
         "versions": (part.get("policy") or {}).get("versions"),
         "writer": (part.get("writer") or {}).get("state"),
@@ -241,8 +228,8 @@ COMMAND = Command(
     name="inspect",
     summary="show what is in a store, checkpoint or run directory",
     description=(
-        "Show integrity at a glance, the writer and whether it runs, the last addition, totals, columns, rewards, "
-        "episodes, policy versions, absent ids and readers. "
+        "Show integrity at a glance, the writer and whether it runs, the last addition, totals, columns, "
+        "policy versions, absent ids and readers. "
         "'Size on disk' counts all files, 'live bytes' the columns of the trajectories shown; shards also have "
         "headers and evicted or pinned rows, 'kept on disk' what pins and readers keep. "
         "For a folder, all stores below it are counted. "

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 
 from trajstore._core.columns.conversion import flatten
-from trajstore._core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, axis_of
+from trajstore._core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, VALID, axis_of
+from trajstore._core.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.interop.formats import logger
 from trajstore.interop.rlinf.trajectory import each_tensor, steps_of, without_extra
-from trajstore.operations.measure import NEAR, Border, border_of
 from trajstore.trajectory import Trajectory, get_model_weights_id
 
 UNKNOWN_WEIGHTS = get_model_weights_id(torch.zeros(1))
@@ -24,6 +26,12 @@ _OF_BLOCKS = ("max_episode_length", "model_weights_id", "notes")
 """Fields of which a joined episode has those of its first part."""
 
 _FLAGS = ("terminations", "truncations", "dones")
+
+_SEAM_BYTES = 64 << 10
+"""Maximum number of bytes of an observation that are compared."""
+
+_NEAR = 16
+"""Number of trajectories after a block among which an episode's next part is looked for."""
 
 
 @dataclass(slots=True)
@@ -44,9 +52,9 @@ class Part:
 
 
 class Joiner:
-    """Joins the parts of episodes that go on in later blocks, by the rule of ``inspect``.
+    """Joins the parts of episodes that go on in later blocks, by ``dones`` and equal observations.
 
-    An open part waits for the next :data:`~trajstore.operations.measure.NEAR` blocks.
+    An open part waits for the next :data:`_NEAR` blocks.
     """
 
     def __init__(self) -> None:
@@ -89,7 +97,7 @@ class Joiner:
                 "goes on in another block: each is taken to end with its block"
             )
         self._open |= {seen: newest[environment] for environment, seen in goes_on.items() if environment in newest}
-        old = self._blocks - NEAR
+        old = self._blocks - _NEAR
         self._open = {seen: part for seen, part in self._open.items() if part.block > old}
         held = {id(part) for part in self._open.values()}
         ready = [id(part) not in held for part in self._waiting]
@@ -116,18 +124,55 @@ def has_ended(episode: Trajectory) -> bool:
     return any(bool(flags[-1].any()) for flags in ends if flags is not None)
 
 
-def _border(block: Trajectory) -> Border | None:
-    """Return what joins a block to others; None if unknown."""
+@dataclass(frozen=True, slots=True)
+class _Border:
+    """The environments of a block by the observations that join it to others.
+
+    Attributes:
+        first: by the first observation.
+        open: by the observation after the last step, of episodes that do not end there.
+    """
+
+    first: Mapping[bytes, int]
+    open: Mapping[bytes, int]
+
+
+def _border(block: Trajectory) -> _Border | None:
+    """Return what joins a block to others; None without ``dones``, or observations before and after each step."""
     flat, dones = flatten(replace(block, notes={})), block.dones
     if dones is None and block.terminations is not None and block.truncations is not None:
         dones = block.terminations | block.truncations
+    steps, batch = flat.extent.steps, flat.extent.batch
+    names = _compared(flat.schema)
+    if dones is None or not names or not steps * batch:
+        return None
     tensors = dict(zip((column.name for column in flat.schema.columns), flat.tensors, strict=True))
 
-    def rows(name: str, start: int, stop: int) -> torch.Tensor | None:
-        tensor = tensors.get(name)
-        return None if tensor is None else tensor.reshape(-1, *tensor.shape[2:])[start:stop]
+    def keys(field: str, step: int) -> list[bytes]:
+        return _row_keys([tensors[f"{field}.{name}"].reshape(steps, batch, -1)[step] for name in names])
 
-    return border_of(flat.schema, flat.extent, rows, dones)
+    ended, last = dones[-1].reshape(batch, -1).any(dim=1), keys("next_obs", -1)
+    if VALID in tensors:  # a last step that only resets is no part of an episode
+        ended = ended | ~tensors[VALID].reshape(steps, batch)[-1].bool()
+    counts = Counter(last)  # an observation that several environments have joins none
+    is_open = [counts[key] == 1 and not end for key, end in zip(last, ended.tolist(), strict=True)]
+    return _Border(
+        {key: number for number, key in reversed([*enumerate(keys("curr_obs", 0))])},
+        {key: number for number, key in enumerate(last) if is_open[number]},
+    )
+
+
+def _compared(schema: Schema) -> Sequence[str]:
+    """Return the observations that are compared: the first ones, up to a number of bytes, at least one."""
+    widths = {column.name: column.row_nbytes for column in schema.columns}
+    totals = accumulate(widths[f"curr_obs.{name}"] for name in schema.observed_twice)
+    return schema.observed_twice[: max(sum(total <= _SEAM_BYTES for total in totals), 1)]
+
+
+def _row_keys(leaves: Sequence[torch.Tensor]) -> list[bytes]:
+    """Return, per environment, the bytes of its rows of several tensors ``[B, ...]``."""
+    flat = [leaf.contiguous().view(torch.uint8).numpy() for leaf in leaves]
+    return [row.tobytes() for row in np.concatenate(flat, axis=1)]
 
 
 def _append(one: Part, other: Part, key: str) -> bool:

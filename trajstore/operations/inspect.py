@@ -1,4 +1,4 @@
-"""Reports on directories: totals, columns, rewards, policy versions, gaps, integrity.
+"""Reports on directories: totals, columns, policy versions, gaps, integrity.
 
 Needs no writer. Writes nothing except a reader's lease while a writer has the store open. All reports are JSON values.
 """
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from trajstore._core.base.clock import microseconds
 from trajstore._core.columns.fields import Axis
@@ -23,7 +22,7 @@ from trajstore._core.files.holder import state_of
 from trajstore._core.files.leases import READERS_FOLDER
 from trajstore._core.formats.base import SHARDS_FOLDER
 from trajstore._core.reading.places import Place, absent_above, find_place, is_of_rank, mixed_sentence
-from trajstore._core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
+from trajstore._core.reading.rlinf_source import RLinfSource
 from trajstore._core.sessions.sessions import open_sessions
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.lost_records import Damage
@@ -31,36 +30,26 @@ from trajstore._core.store.run_ids import ID_LIMIT
 from trajstore._core.store.salvage import open_leniently
 from trajstore._core.store.shard_table import shard_number
 from trajstore._core.writing.opening import mirror_record
-from trajstore.errors import CorruptStoreError, StoreError, UnsafeContentError, counted
+from trajstore.errors import CorruptStoreError, StoreError, counted
 from trajstore.ledger import LEDGER_FOLDER
 from trajstore.ledger.contents import read_directory
 from trajstore.operations.late_values import waiting_values
-from trajstore.operations.measure import add_block
-from trajstore.operations.measure import measure as measure_blocks
 from trajstore.operations.opening import announced, needed_now
 from trajstore.operations.points import points_report, run_points_report
 from trajstore.operations.pools import pool_support
-from trajstore.operations.statistics import Facts, RewardStatistics, columns_report, figures, ids_report
-from trajstore.operations.verification import Progress
+from trajstore.operations.statistics import Facts, columns_report, figures, ids_report
 
 Report = dict[str, Any]
-
-MEASURED_AT_MOST = 2_000
-"""Default number of the newest step trajectories whose rewards and episodes are read."""
 
 _STATES = ("step_", "global_step_")
 """Names, with a number, of the states of one store that trainers save beside each other."""
 
 
-def inspect(
-    path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progress | None = None, *, ranks: int | None = None
-) -> Report:
+def inspect(path: str | Path, *, ranks: int | None = None) -> Report:
     """Return a report on a store, checkpoint, directory of RLinf, or a folder of these.
 
     Args:
         path: local path or URL.
-        measure: number of the newest step trajectories whose rewards and episodes are read; 0 = all.
-        progress: called with (done, total) trajectories read.
         ranks: number of ranks of the run; another one is a problem.
 
     Returns:
@@ -83,9 +72,8 @@ def inspect(
         ``stores`` (``"shared"``: one store from which all ranks draw; ``"per_rank"``: one of a run's ``rank_*``
         stores), ``format``, ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R) of
         agent trajectories, ``response_tokens_known`` (number of trajectories with known R), ``pool`` (of a store with
-        an experience pool; the other figures cover its trajectories, or all of a trainer's rollouts), ``measured``
-        (number of step trajectories that were read for ``rewards`` and ``episodes``), ``unreadable`` (number of these
-        that cannot be), ``agents``, ``open_sessions`` (number of agent sessions that are not rollouts yet), ``policy``,
+        an experience pool; the other figures cover its trajectories, or all of a trainer's rollouts),
+        ``agents``, ``open_sessions`` (number of agent sessions that are not rollouts yet), ``policy``,
         ``ids``, ``integrity``. Unknown values are None or absent, never 0.
 
         A folder has ``parts`` (one report each), the figures of all stores together, and ``run_points`` (saved points
@@ -102,22 +90,22 @@ def inspect(
         UnsupportedVersionError: the store has another layout version.
     """
     place = find_place(path)
-    report, _ = _inspect_place(place, measure, progress)
+    report, _ = _inspect_place(place)
     report["integrity"]["problems"][:0] = place.other_than(ranks)
     return report
 
 
-def _inspect_place(place: Place, measure: int, progress: Progress | None) -> tuple[Report, list[Facts]]:
+def _inspect_place(place: Place) -> tuple[Report, list[Facts]]:
     if place.kind == "store":
-        return _inspect_store(place.directory, measure, progress)
+        return _inspect_store(place.directory)
     if place.kind == "rlinf":
-        report, facts = _inspect_rlinf(place.directory, measure, progress)
+        report, facts = _inspect_rlinf(place.directory)
         return report | figures([facts]), [facts]
-    return _inspect_run(place, measure, progress)
+    return _inspect_run(place)
 
 
-def _inspect_run(place: Place, measure: int, progress: Progress | None) -> tuple[Report, list[Facts]]:
-    inspected = [_inspect_part(part, measure, progress) for part in place.parts]
+def _inspect_run(place: Place) -> tuple[Report, list[Facts]]:
+    inspected = [_inspect_part(part) for part in place.parts]
     parts = [report for report, _ in inspected]
     absent = absent_above(place.rank_names, [part.get("saved_by") for part in parts])
     problems = [f"{place.url}: {text}" for text in (*place.lacking, *absent)]
@@ -142,7 +130,6 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> tuple
         ),
         "invalid_steps": sum(part.get("invalid_steps", 0) for part in current),
         "format": ", ".join(sorted(formats)) or None,
-        "measured": sum(part.get("measured", 0) for part in current),
         **figures(facts),
         "waiting": _waiting(place, parts),
         "open_sessions": sum(part.get("open_sessions", 0) for part in parts),
@@ -185,10 +172,10 @@ def _shown(place: Place, parts: Sequence[Report]) -> Report:
     return {"ranks": len(ranks), "opened": sum(ranks), "beside": place.beside}
 
 
-def _inspect_part(place: Place, measure: int, progress: Progress | None) -> tuple[Report, list[Facts]]:
+def _inspect_part(place: Place) -> tuple[Report, list[Facts]]:
     """Return the report on a part of a run; an unreadable part does not hide the others."""
     try:
-        return _inspect_place(place, measure, progress)
+        return _inspect_place(place)
     except (StoreError, OSError) as error:
         return {
             "kind": "unreadable",
@@ -200,7 +187,7 @@ def _inspect_part(place: Place, measure: int, progress: Progress | None) -> tupl
         }, []
 
 
-def _inspect_store(directory: Directory, measure: int, progress: Progress | None) -> tuple[Report, list[Facts]]:
+def _inspect_store(directory: Directory) -> tuple[Report, list[Facts]]:
     readers = _readers(directory)  # before this one
     with announced(directory) as lease:
         catalog, damage = open_leniently(directory)
@@ -208,10 +195,8 @@ def _inspect_store(directory: Directory, measure: int, progress: Progress | None
         sizes = _sizes(directory)
         pool, counted = _pool(catalog, damage)
         facts = _facts(catalog, counted)
-        of_steps = counted & _of_steps(catalog)
-        facts.rewards, measured, unreadable = measure_blocks(catalog, of_steps, measure, progress)
         report = _report(catalog, damage, readers, sizes)
-        return report | figures([facts]) | {"pool": pool, "measured": measured, "unreadable": unreadable}, [facts]
+        return report | figures([facts]) | {"pool": pool}, [facts]
 
 
 def _pool(catalog: Catalog, damage: list[Damage]) -> tuple[Report | None, npt.NDArray[np.bool_]]:
@@ -471,7 +456,7 @@ def _ledger(directory: Directory, sizes: Mapping[str, int], problems: list[str])
 MISSING = "named by the index, but missing"
 
 
-def _inspect_rlinf(directory: Directory, measure: int, progress: Progress | None) -> tuple[Report, Facts]:
+def _inspect_rlinf(directory: Directory) -> tuple[Report, Facts]:
     """Return the report of :func:`inspect` on a directory of RLinf, and its facts."""
     source = RLinfSource.open(directory, strict=False)
     missing = source.missing
@@ -490,9 +475,9 @@ def _inspect_rlinf(directory: Directory, measure: int, progress: Progress | None
             },
             "max_episode_length": np.array([e.max_episode_length for e in entries if e.max_episode_length > 0]),
         },
+        counts=Counter(without_version=len(entries)),  # only the files have versions
         names={"weights": {entry.model_weights_id for entry in source.entries}},
     )
-    measured, columns = _measure(source, facts, measure, progress, problems)
     return {
         "kind": "rlinf",
         "path": directory.url,
@@ -503,50 +488,5 @@ def _inspect_rlinf(directory: Directory, measure: int, progress: Progress | None
         "format": source.metadata.get("trajectory_format"),
         "next_id": source.metadata.get("trajectory_counter"),
         "ids": ids_report(ids, without_file=len(missing)),
-        "measured": measured,
-        "columns": columns,
         "integrity": {"problems": problems},
     }, facts
-
-
-def _measure(
-    source: RLinfSource, facts: Facts, count: int, progress: Progress | None, problems: list[str]
-) -> tuple[int, list[Report]]:
-    """Read the newest trajectories whole: RLinf's files have no separate columns. Unreadable ones are problems.
-
-    Returns:
-        The number of readable ones, and a report on their columns.
-    """
-    first = max(0, len(source.entries) - count) if count else 0
-    facts.rewards = RewardStatistics(whole=not first)
-    versions: list[tuple[int, int]] = []
-    columns: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
-    measured = 0
-    for row in range(first, len(source.entries)):
-        if progress is not None:
-            progress(row + 1 - first, len(source.entries) - first)
-        try:
-            flat = source.flat(row)
-        except (CorruptStoreError, UnsafeContentError) as error:
-            problems.append(str(error).removeprefix(f"{source.directory.url}/").removesuffix(OR_WITHOUT_IT))
-            continue
-        measured += 1
-        tensors = dict(zip((column.name for column in flat.schema.columns), flat.tensors, strict=True))
-        for column in flat.schema.columns:
-            columns[column.name, column.dtype, column.row_shape] += tensors[column.name].nbytes
-        steps, batch = flat.extent.steps, flat.extent.batch
-        blocks: dict[str, torch.Tensor] = {
-            name: tensors[name].reshape(tensors[name].shape[0] // batch, batch, -1)
-            for name in {"rewards", "dones"} & {*tensors}
-            if batch
-        }
-
-        def rows(name: str, start: int, stop: int, tensors: Mapping[str, Any] = tensors, n: int = steps * batch) -> Any:
-            return tensors[name].reshape(n, -1)[start:stop]
-
-        add_block(facts.rewards, source.entries[row].trajectory_id, flat.schema, flat.extent, blocks, rows)
-        versions += [] if flat.versions is None else [flat.versions]
-    facts.counts["without_version"] = measured - len(versions)
-    for name, side in (("version_low", 0), ("version_high", 1)):
-        facts.values[name] = np.array([pair[side] for pair in versions], np.int64)
-    return measured, columns_report(columns)
