@@ -50,8 +50,7 @@ NOT_RUN = {
         *("view PATH", "list store", "inspect PATH", "verify PATH", "repair DAMAGED"),
         "restore s3://my-bucket/replay",
     },
-    "other": {f"{command} runs/7" for command in ("inspect", "query", "audit", "replay-step")}
-    | {"audit runs/7/ledger"},
+    "other": {f"{command} runs/7" for command in ("inspect", "query", "audit", "replay-step")},
 }
 """Commands that show the viewer, wait for new trajectories, need a network, or are about a run of the reader's own."""
 

@@ -14,9 +14,10 @@ from examples.grpo.config import TrainerConfig
 from examples.grpo.model import ModelConfig
 from tests.examples.runs import HOUSEHOLD, SORT, Train
 from tests.replay.conftest import view
+from tests.support.ledgers import first_unlike
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError
-from trajstore.ledger import audit, first_difference, read
+from trajstore.ledger import audit, read
 from trajstore.operations.training import audit_path
 
 
@@ -53,7 +54,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     assert view(second.hook.manager) == view(whole.hook.manager)
     if on_disk:
         ledgers = [read(tmp_path / name / "ledger") for name in ("whole", "parts")]
-        assert first_difference(*ledgers) is None
+        assert first_unlike(*ledgers) is None
         assert [audit(ledger).problems for ledger in ledgers] == [(), ()]
         for name in ("whole", "parts"):
             [of_store] = audit_path(tmp_path / name).values()

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from tests.feeding.test_loader import block, reader, rewards, waits_for
 from tests.stores import in_memory, stored
+from tests.support.ledgers import first_unlike
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, StoreClosedError
-from trajstore.ledger import Ledger, first_difference, read
+from trajstore.ledger import Ledger, read
 from trajstore.loader import ReplayLoader, Share
 from trajstore.samplers import EpochSampler
 
@@ -134,4 +135,4 @@ def test_each_buffer_has_the_rows_of_its_ledger(stores: dict[str, Path], tmp_pat
     for name in ("online", "demos"):
         whole = read(tmp_path / "whole" / name)
         assert [step.rows["trajectory"].tolist() for step in whole.steps.values()] == [ids[name] for ids in drawn]
-        assert first_difference(whole, read(tmp_path / "killed" / name)) is None
+        assert first_unlike(whole, read(tmp_path / "killed" / name)) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.stores import filled, flip, stored, writer_to
 from trajstore import AgentTrajectory
 from trajstore.cli import DAMAGED
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreLockedError, StoreNotFoundError
-from trajstore.ledger import ROW, Difference, Ledger, TrainedStep, audit, config_difference, first_difference, read
+from trajstore.ledger import ROW, Ledger, TrainedStep, audit, read
 from trajstore.ledger.step import digest, mask_digest
 
 
@@ -247,141 +246,26 @@ def test_steps_that_cannot_be_recorded_exactly_are_refused(tmp_path: Path) -> No
         read(tmp_path / "absent")
 
 
-def test_audit_names_the_first_row_that_differs_and_what_is_inconsistent(tmp_path: Path, run: Run) -> None:
+def test_audit_names_the_first_row_that_is_inconsistent(tmp_path: Path, run: Run) -> None:
     altered = step(3, 20)
     altered.rows["advantage"][11] = np.nan
     altered.rows["version"][12:14] = 9
-    altered.rows["ratio"][5] = 2.0
-    for name, last in (
-        ("one", step(3, 20)),
-        ("same", step(3, 20)),
-        ("other", altered),
-        ("loss", replace(step(3, 20), loss={})),
-    ):
-        with Ledger(tmp_path / name) as ledger:
-            ledger.record(step(1 if name != "other" else 2, 20))
-            ledger.record(step(2, 20)) if name != "other" else None
-            ledger.record(last)
-    one, same, other = (tmp_path / name for name in ("one", "same", "other"))
-    assert "equal in every step and row" in run.out("audit", one, "--against", same)
-    assert first_difference(read(one), read(other)) == Difference(1, "other")
-    assert run("audit", other, "--against", one)[1].splitlines()[-1] == "  the first ledger lacks this step"
-    code, out, _ = run("audit", one, "--against", tmp_path / "loss", "--json")
-    assert (code, json.loads(out)["difference"]) == (
-        1,
-        {"step": 3, "absent": None, "fields": {"loss.pg": [0.1, None], "loss.kl": [1e-300, None]}}
-        | {"row": None, "columns": {}, "rows": 0},
-    )
-    with Ledger(one) as ledger:
+    with Ledger(tmp_path) as ledger:
+        for made in (step(1, 20), step(2, 20), step(3, 20)):
+            ledger.record(made)
+    assert run("audit", tmp_path)[0] == 0
+    with Ledger(tmp_path) as ledger:
         with pytest.warns(UserWarning, match="1 step after step 2 will be replaced"):
             ledger.continue_from(2)
         ledger.record(altered)
-    code, out, _ = run("audit", one, "--against", same)
-    was, advantage = step(3, 20).rows, step(3, 20).rows["advantage"][11].item()
-    task = [step(3, 20).tasks[group] for group in was["group"]]
+    code, out, _ = run("audit", tmp_path)
     assert code == 1
     assert out.splitlines() == [
         "step 3: advantage is not finite in 1 row, first row 11 (trajectory 3011)",
         "step 3: version is after the policy's in 2 rows, first row 12 (trajectory 3012)",
-        f"{one}: 3 steps (1 to 3), 60 rows, 6 of them replayed; 1 step replaced after resuming",
-        f"{same}: differs first in step 3, row 5",
-        f"  advantage (1 row, first 11: trajectory 3011 of {task[11]!r}): nan here, {advantage!r} there",
-        f"  version (2 rows, first 12: trajectory 3012 of {task[12]!r}): 9 here, {was['version'][12].item()} there",
-        f"  ratio (1 row, first 5: trajectory 3005 of {task[5]!r}): 2.0 here, {was['ratio'][5].item()!r} there",
+        f"{tmp_path}: 3 steps (1 to 3), 60 rows, 6 of them replayed; 1 step replaced after resuming",
     ]
-
-
-def with_tokens(seed: int, groups: str = "aabb", rows: int = 4) -> TrainedStep:
-    """Return a step whose groups, one for each letter of their tasks, have ``rows`` rows of random content."""
-    random = np.random.default_rng(seed)
-    made = np.zeros(len(groups) * rows, ROW)
-    made["trajectory"] = random.permutation(1000)[: len(made)]
-    made["group"] = np.arange(len(made)) // rows
-    made["token_digest"] = random.integers(0, 1 << 32, len(made))
-    for name in ("advantage", "log_prob"):
-        made[name] = random.normal(size=len(made))
-    updates = [random.permutation(len(made)).tolist()]
-    return TrainedStep(1, made, [*groups], loss={"pg": 0.489647359}, updates=updates, unknown=("probability",))
-
-
-def shuffled(one: TrainedStep, seed: int) -> TrainedStep:
-    """Return a step with its groups and rows in another order, other ids, and floats that differ by rounding."""
-    random = np.random.default_rng(seed)
-    order = random.permutation(len(one.rows))
-    rows = one.rows[order].copy()
-    groups, rows["group"] = np.unique(rows["group"], return_inverse=True)
-    renumbered = random.permutation(len(groups))
-    rows["group"], rows["trajectory"] = renumbered[rows["group"]], random.permutation(5000)[: len(rows)]
-    rows["advantage"] *= 1 + 1e-7
-    tasks = [one.tasks[group] for group in groups[np.argsort(renumbered)]]
-    updates = [[int(np.argsort(order)[row]) for row in update] for update in one.updates]
-    return replace(one, rows=rows, tasks=tasks, updates=updates, loss={"pg": 0.489647299})
-
-
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize(
-    ("column", "rows", "change"),
-    [
-        (None, 0, 0),
-        ("advantage", 1, 0.01),
-        ("token_digest", 1, 1),
-        ("mask_digest", 2, 1),
-        ("log_prob", 3, 0.01),
-        ("tokens", 1, 1),
-        ("replayed", 1, 1),
-    ],
-)
-def test_rows_in_another_order_are_matched_and_the_real_difference_is_named(
-    seed: int, column: str | None, rows: int, change: float, tmp_path: Path, run: Run
-) -> None:
-    one = with_tokens(seed, "aabc" if seed % 2 else "abcd")
-    other = shuffled(one, seed)
-    if column is not None:
-        other.rows[column][np.random.default_rng(seed).permutation(16)[:rows]] += np.array(change).astype(ROW[column])
-    for name, made in (("one", one), ("other", other)):
-        with Ledger(tmp_path / name) as ledger:
-            ledger.record(made)
-    ledgers = [read(tmp_path / name) for name in ("one", "other")]
-    difference = first_difference(*ledgers)
-    out = run("audit", tmp_path / "one", "--against", tmp_path / "other")[1]
-    exact = first_difference(*ledgers, tolerance=0)
-    assert exact is not None
-    assert (exact.fields["loss.pg"], "advantage" in exact.columns) == ((0.489647359, 0.489647299), True)
-    if column is None:
-        assert difference is None
-        assert "equal in every step and row, floats within 1e-05; not recorded: config, probability" in out
-        return
-    assert difference is not None
-    assert ([*difference.columns], difference.rows, difference.fields) == ([column], rows, {})
-    found = difference.columns[column]
-    assert (found.rows, found.here) == (rows, one.rows[column][found.row].item())
-    assert one.rows["token_digest"][found.row] in other.rows["token_digest"] or column == "token_digest"
-    shown = {"tokens": "trained tokens", "token_digest": "tokens", "mask_digest": "mask"}.get(column, column)
-    assert f"  {shown} ({rows} row" in out
-
-
-def test_rows_without_digests_are_matched_in_order(tmp_path: Path) -> None:
-    """As those of loaders, whose batches have an order."""
-    for name in ("one", "other"):
-        rows = np.zeros(64, ROW)
-        rows["trajectory"], rows["row"] = np.arange(64) // 4, np.arange(64) % 8
-        if name == "other":
-            rows["trajectory"] += 7
-            rows["row"][5], rows["trajectory"][5] = 6, 9
-        with Ledger(tmp_path / name) as ledger:
-            ledger.record(TrainedStep(1, rows))
-    found = first_difference(read(tmp_path / "one"), read(tmp_path / "other"))
-    assert found is not None
-    assert (found.row, found.rows, [*found.columns]) == (5, 1, ["row", "trajectory"])
-
-
-def test_rows_that_only_one_ledger_has_are_counted_and_their_tasks_named(tmp_path: Path) -> None:
-    one, other = with_tokens(1, "abc"), with_tokens(1, "abd")
-    for name, made in (("one", one), ("other", other)):
-        with Ledger(tmp_path / name) as ledger:
-            ledger.record(made)
-    found = first_difference(read(tmp_path / "one"), read(tmp_path / "other"))
-    assert found == Difference(1, None, {"tasks of unmatched rows": (["c"], ["d"])}, row=8, rows=8)
+    assert run("audit", tmp_path, "--json")[0] == 1
 
 
 def test_a_digest_depends_on_tokens_and_trained_places_alone() -> None:
@@ -392,7 +276,7 @@ def test_a_digest_depends_on_tokens_and_trained_places_alone() -> None:
     assert len({mask_digest(mask) for mask in ([0, 1, 1], [1, 0, 1], [1, 1, 1], [0, 1], [0, 0, 1])}) == 5
 
 
-def test_a_configuration_is_written_when_it_changes_and_compared_by_option(tmp_path: Path, run: Run) -> None:
+def test_a_configuration_is_written_when_it_changes(tmp_path: Path) -> None:
     first, later = {"optim": {"lr": 1e-6, "betas": [0.9, 0.95]}, "name": "x"}, {"optim": {"lr": 1e-5}, "name": "x"}
     with Ledger(tmp_path / "one") as ledger:
         for number in (1, 2, 3):
@@ -408,26 +292,6 @@ def test_a_configuration_is_written_when_it_changes_and_compared_by_option(tmp_p
     assert [b'"config"' in line for line in lines] == [True, False, True, True, True]
     one = read(tmp_path / "one")
     assert [of.config for of in one.steps.values()] == [first, first, first, later]
-    with Ledger(tmp_path / "other") as ledger:
-        for number in (1, 2, 3, 4):
-            ledger.record(replace(step(number), config=later))
-    other = read(tmp_path / "other")
-    assert first_difference(one, other) is None
-    assert config_difference(one, other) == {}
-    wanted = {"config.optim.lr": (1e-6, 1e-5), "config.optim.betas": ([0.9, 0.95], None)}
-    assert config_difference(one, other, 2) == wanted
-    with Ledger(tmp_path / "shorter") as ledger:
-        for number in (1, 2):
-            ledger.record(replace(step(number), config=later))
-    code, out, _ = run("audit", tmp_path / "one", "--against", tmp_path / "shorter")
-    assert code == 1
-    assert out.splitlines()[-5:] == [
-        f"{tmp_path / 'shorter'}: 2 options differ in the configuration",
-        "  config.optim.lr: 1e-06 here, 1e-05 there",
-        "  config.optim.betas: [0.9, 0.95] here, None there",
-        f"{tmp_path / 'shorter'}: differs first in step 3",
-        "  the other ledger lacks this step",
-    ]
 
 
 def test_audit_of_a_store_names_rows_that_contradict_its_trajectories(tmp_path: Path, run: Run) -> None:
@@ -461,7 +325,6 @@ def test_audit_of_a_store_names_rows_that_contradict_its_trajectories(tmp_path: 
         f"{path}: each trajectory trained in at most 2 steps; 0 trajectories of the store not trained, 1 trained ones "
         "evicted since",
     ]
-    assert "equal in every step" in run("audit", path, "--against", path / "ledger")[1]
 
 
 def test_inspect_names_the_ledger_of_a_store(run: Run, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore._core.columns.fields import join_name, walk
 from trajstore._core.formats import FORMATS
 from trajstore.errors import InvalidTrajectoryError
+from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
 
 from .test_layout import digest, read_plainly, small

@@ -12,7 +12,6 @@ from trajstore.errors import counted, trajectories
 
 if TYPE_CHECKING:
     from trajstore.ledger import Audit
-    from trajstore.operations.training import Comparison
     from trajstore.operations.verification import Problem, Verification
 
 
@@ -74,14 +73,6 @@ VERIFY = Command(
 
 def _configure_audit(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="ledger, store with a ledger, or run directory; path or URL")
-    parser.add_argument("--against", metavar="OTHER", help="show the first step and row that differ from this ledger")
-    parser.add_argument(
-        "--tolerance",
-        metavar="X",
-        type=float,
-        default=1e-5,
-        help="largest difference of equal floats, relative above 1 (default 1e-5); 0 = compare bit by bit",
-    )
     parser.add_argument("--max-age", metavar="N", type=int, help="highest age of a row, in policy versions")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
@@ -90,25 +81,18 @@ def _audit(options: Namespace, out: Output) -> int:
     from dataclasses import asdict
 
     from trajstore._core.store.run_ids import ALONE
-    from trajstore.operations.training import audit_path, difference_of
+    from trajstore.operations.training import audit_path
 
-    compared = None
-    if options.against is not None:
-        compared = difference_of(options.path, options.against, options.tolerance)
     results = audit_path(options.path, options.max_age)
     names = {rank: "" if rank == ALONE else f"rank_{rank}" for rank in results}
     problems = [f"{names[rank]}: {text}".removeprefix(": ") for rank, one in results.items() for text in one.problems]
-    code = 1 if problems or (compared is not None and compared.difference is not None) else 0
     if options.json:
-        ledgers = [{"rank": max(rank, 0)} | asdict(one) for rank, one in results.items()]
-        out.json({"ledgers": ledgers} | ({} if compared is None else asdict(compared)))
-        return code
+        out.json({"ledgers": [{"rank": max(rank, 0)} | asdict(one) for rank, one in results.items()]})
+        return int(bool(problems))
     out.problems(problems, f"{options.path}: ")
     for rank, one in results.items():
         _write_audit(out, f"{options.path}/{names[rank]}".rstrip("/"), one)
-    if compared is not None:
-        _write_difference(out, options.against, compared, options.tolerance)
-    return code
+    return int(bool(problems))
 
 
 def _write_audit(out: Output, where: str, result: Audit) -> None:
@@ -125,50 +109,15 @@ def _write_audit(out: Output, where: str, result: Audit) -> None:
         )
 
 
-def _write_difference(out: Output, other: str, compared: Comparison, tolerance: float) -> None:
-    from trajstore._core.store.run_ids import shown_id
-
-    difference = compared.difference
-    if difference is None:
-        within = f"floats within {tolerance:g}" if tolerance else "bit by bit"
-        unknown = f"; not recorded: {', '.join(compared.unknown)}" if compared.unknown else ""
-        out.line(f"{other}: equal in every step and row, {within}{unknown}")
-    config = [f"  {name}: {mine!r} here, {its!r} there" for name, (mine, its) in compared.config.items()]
-    if config:
-        out.line(f"{other}: {counted(len(config), 'option', 'differs', 'differ')} in the configuration")
-    for line in config:
-        out.line(line)
-    if difference is None:
-        return
-    place = f"step {difference.step}" + ("" if difference.row is None else f", row {difference.row}")
-    out.line(f"{other}: differs first in {place}")
-    if difference.absent is not None:
-        out.line(f"  {'the first' if difference.absent == 'this' else 'the other'} ledger lacks this step")
-    fields = {name: f"  {name}: {mine!r} here, {its!r} there" for name, (mine, its) in difference.fields.items()}
-    columns = {}
-    for name, column in difference.columns.items():
-        task = "" if column.task is None else f" of {column.task!r}"
-        there = "" if column.other == column.trajectory else f" (there {shown_id(column.other)})"
-        first = f"first {column.row}: trajectory {shown_id(column.trajectory)}{there}{task}"
-        shown = {"tokens": "trained tokens", "token_digest": "tokens", "mask_digest": "mask"}.get(name, name)
-        columns[name] = (
-            f"  {shown} ({counted(column.rows, 'row')}, {first}): {column.here!r} here, {column.there!r} there"
-        )
-    losses = {name: fields.pop(name) for name in [*fields] if name.startswith("loss.")}
-    for line in (*fields.values(), *columns.values(), *losses.values()):
-        out.line(line)
-
-
 AUDIT = Command(
     name="audit",
-    summary="check a training ledger, alone or with its store, or compare two runs",
+    summary="check a training ledger, alone or with its store",
     description=(
         "Check that a ledger's steps have no gaps, that no row was sampled by a later policy, that no rollout is fresh "
         "in two steps, and that advantages, ratios, weights and losses are finite. For a store or a run directory with "
         "ledgers (folder 'ledger' of a store), also check that the store has committed every trajectory, and that each "
-        "has the task of its group and the policy version of its row. With --against, show the first step and row in "
-        "which two runs differ. Exit code 0 = consistent (and equal), 1 = problems, a difference or damage, 2 = no "
-        "ledger there."
+        "has the task of its group and the policy version of its row. Exit code 0 = consistent, 1 = problems or "
+        "damage, 2 = no ledger there."
     ),
     configure=_configure_audit,
     run=_audit,

@@ -33,6 +33,9 @@ COLUMNS: Mapping[str, str] = {
     "version": "policy version that sampled it",
     "age": "policy versions from then to the step",
     "replayed": "whether it was replayed",
+    "token_digest": "32-bit digest of its tokens, by which rows of two runs are compared",
+    "mask_digest": "the same of the places of its trained tokens",
+    "log_prob": "mean log-prob of its trained tokens",
 }
 """Columns of the relation, besides ``trajectory_id``, ``task``, and the facts of the row's trajectory."""
 
@@ -89,5 +92,6 @@ def rows_of_ledger(rank: int, ledger: LedgerContents) -> pl.DataFrame:
             "version": where(table["version"] >= 0, table["version"]),
             "age": where(~np.isnan(table["age"]), table["age"]),
             "replayed": table["replayed"] != 0,
+            **{name: column(name) for name in ("token_digest", "mask_digest", "log_prob")},
         }
     )

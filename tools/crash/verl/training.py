@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.ledgers import first_unlike
 from tools.crash.verl.layout import rollouts_path
 from trainer_hooks.verl.arrival import recorded_rollouts
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer, ledger
@@ -94,6 +95,6 @@ def compare(folder: Path, other: Path, report: Callable[[str], None]) -> int:
     one, two = _contents(folder), _contents(other)
     shared = [number for number in one.steps if number in two.steps]
     mine, its = (dataclasses.replace(of, steps={number: of.steps[number] for number in shared}) for of in (one, two))
-    if (unlike := ledger.first_difference(mine, its, TOLERANCE)) is not None:
-        report(f"step {unlike.step} differs from that of an undisturbed training: {unlike}")
+    if (unlike := first_unlike(mine, its, TOLERANCE)) is not None:
+        report(f"step {unlike} differs from that of an undisturbed training")
     return len(shared)
