@@ -49,7 +49,7 @@ from trajstore._core.buffer.content_watch import flatten_all  # noqa: E402
 from trajstore._core.columns.agents import DOCUMENT_FIELDS  # noqa: E402
 from trajstore._core.columns.memory import Arena  # noqa: E402
 from trajstore._core.store.run_ids import own_id  # noqa: E402
-from trajstore.distributed import Channel, DistributedReplayBuffer, pending_request, reads, receipts, receive, starting  # noqa: E402
+from trajstore.distributed import DistributedReplayBuffer, pending_request, reads, receipts, starting  # noqa: E402
 from trajstore.distributed.actors import Stores  # noqa: E402
 from trajstore.distributed.add_request import AddRequest, new_key, pack  # noqa: E402
 from trajstore.distributed.options import HandleOptions  # noqa: E402
@@ -747,28 +747,6 @@ def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_who
     with TrajectoryReplayBuffer.open(saved) as reader:
         assert len(reader) == 9
     assert sorted(path.name for path in saved.iterdir()) == ["rank_0", "rank_1"]
-
-
-def test_a_channel(cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    channel = Channel.create("rollouts", maxsize=4)
-    for key in range(3):
-        Channel.connect("rollouts").put([witness(key)])
-    assert (channel.qsize(), channel.empty(), channel.full()) == (3, False, False)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
-        assert receive(channel, buffer, 3, timeout=600) == 3
-        channel.put([witness(7), Trajectory(rewards=torch.zeros(2)), witness(8)])
-        channel.put(Trajectory(rewards=torch.zeros(2)))
-        assert receive(channel, buffer, 2, timeout=600) == 2
-        assert caplog.text.count("cannot be stored and is lost: field rewards") == 2
-        assert [check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()] == [0, 1, 2, 7, 8]
-    with pytest.raises(TimeoutError, match="empty"):
-        channel.get(timeout=0.01)
-    for key in range(4):
-        channel.put(key)
-    with pytest.raises(TimeoutError, match="full"):
-        channel.put(4, timeout=0.01)
-    with pytest.raises(StoreNotFoundError, match="absent"):
-        Channel.connect("absent")
 
 
 class Silent:
