@@ -46,7 +46,7 @@ with TrajectoryReplayBuffer.open("store") as reader:
 assert verify("store").sound
 command = str(Path(sys.executable).parent / "trajstore")
 subprocess.run([command, "--version"], check=True)
-assert main(["inspect", "store", "--trajectory", "0", "--tokens"]) == 0
+assert main(["inspect", "store", "--trajectory", "0"]) == 0
 """
 
 _USES_OF_EXTRAS = {

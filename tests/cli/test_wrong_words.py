@@ -65,7 +65,7 @@ WRONG = [
     ("list store --columns ''", "--columns: name each fact"),
     ("list store --columns foo", "--columns: there is no fact 'foo'"),
     ("list store --limit -1", "limit"),
-    ("list store --offset -1", "must be"),
+    ("list store --limit -1", "must be"),
     ("list store --pin none", "none"),
     ("list store --follow --sort task", "--sort: has no place beside --follow"),
     ("view store --bundle out --where ''", "--where is empty"),

@@ -44,19 +44,13 @@ def _id(text: str) -> int:
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint or run directory; path or URL")
     parser.add_argument("--json", action="store_true", help="write the report as JSON")
-    parser.add_argument("--each", action="store_true", help="show every rank of a run as fully as a single store")
     parser.add_argument(
         "--trajectory",
         type=_id,
         metavar="ID",
         help="show one trajectory (3/17: 17 of a run's rank 3); for a rollout, its messages",
     )
-    parser.add_argument(
-        "--sample", type=int, metavar="K", help="show sample K of the trajectory (t * B + b), or token K of a rollout"
-    )
-    parser.add_argument(
-        "--tokens", action="store_true", help="with --trajectory, show every token of a rollout with its values"
-    )
+    parser.add_argument("--sample", type=int, metavar="K", help="show sample K of a block (t * B + b)")
     parser.add_argument("--full", action="store_true", help="with --trajectory, show all of long texts and values")
     add_tokenizer(parser)
     parser.add_argument(
@@ -72,22 +66,16 @@ def _run(options: Namespace, out: Output) -> int:
     from trajstore.operations.inspect import inspect
     from trajstore.operations.trajectory_report import inspect_trajectory
 
-    detail = [name for name in ("sample", "tokenizer", "tokens", "full") if vars(options)[name] not in (None, False)]
+    detail = [name for name in ("sample", "tokenizer", "full") if vars(options)[name] not in (None, False)]
     if detail and options.trajectory is None:
         raise ConfigurationError(f"--{detail[0]} needs --trajectory: it is about one trajectory")
-    if options.tokens and options.sample is not None:
-        raise ConfigurationError("--tokens shows all tokens of a rollout: without --sample")
-    if options.each and (options.trajectory is not None or options.json):
-        raise ConfigurationError("--each writes every rank of a run as text: without --trajectory, and without --json")
     if options.max_age is not None and not options.max_age >= 0:
         raise ConfigurationError(f"--max-age {options.max_age}: must be 0 or more seconds")
     for name, value in (("--max-age", options.max_age), ("--ranks", options.ranks)):
         if value is not None and options.trajectory is not None:
             raise ConfigurationError(f"{name} is about a store or run: without --trajectory")
     if options.trajectory is not None:
-        report = inspect_trajectory(
-            options.path, options.trajectory, options.sample, options.tokenizer, tokens=options.tokens
-        )
+        report = inspect_trajectory(options.path, options.trajectory, options.sample, options.tokenizer)
     else:
         report = inspect(options.path, ranks=options.ranks)
         report["integrity"]["problems"] += _too_old(report, options.max_age)
@@ -96,7 +84,7 @@ def _run(options: Namespace, out: Output) -> int:
     elif options.trajectory is not None:
         write_trajectory(report, out, options.full)
     else:
-        write_report(report, out, each=options.each)
+        write_report(report, out)
     return int(bool(report["integrity"]["problems"]))
 
 
@@ -115,13 +103,12 @@ def _too_old(report: dict[str, Any], max_age: float | None) -> list[str]:
     ]
 
 
-def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> None:
+def write_report(report: dict[str, Any], out: Output) -> None:
     """Write a report of ``trajstore.operations.inspect.inspect`` as text.
 
     Args:
         report: a report of any kind.
         out: the output.
-        each: write the parts of a run in full instead of one line each.
     """
     from trajstore.operations.late_values import waiting_in_words
 
@@ -148,13 +135,10 @@ def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> 
         readers = sorted(report["readers"], key=lambda reader: reader["generation"])
         shown["readers"] = [f"{lease['holder']}, generation {format_number(lease['generation'])}" for lease in readers]
     write(shown, out, below=_BELOW)
-    if report["kind"] == "run" and not each:
+    if report["kind"] == "run":
         out.heading("parts")
         write_table([_line(part, report["path"]) for part in _leaves(report)], out)
-        out.line("  `trajstore inspect PATH/PART` shows one of them in full, `trajstore inspect --each PATH` every one")
-    if report["kind"] == "run" and each:
-        for part in report["parts"]:
-            write_report(part, out, each=True)
+        out.line("  `trajstore inspect PATH/PART` shows one of them in full")
 
 
 def _present(report: dict[str, Any]) -> int | str:

@@ -61,7 +61,6 @@ def _configure_list(parser: ArgumentParser) -> None:
         help=f"facts or expressions to sort by, separated by commas; nulls come last (default: {_SORT})",
     )
     parser.add_argument("--limit", metavar="N", type=int, help=f"show N; 0 = all (default: {_LIMIT})")
-    parser.add_argument("--offset", metavar="N", type=int, help="skip the first N (default: 0)")
     parser.add_argument(
         "--follow",
         action="store_true",
@@ -113,7 +112,7 @@ def _run_query(options: Namespace, out: Output) -> int:
 
 
 def _run_list(options: Namespace, out: Output) -> int:
-    given = {"--pin": options.pin, "--sort": options.sort, "--offset": options.offset, "--csv": options.csv}
+    given = {"--pin": options.pin, "--sort": options.sort, "--csv": options.csv}
     given |= {"--facts": options.facts, "--open": options.open}
     if options.follow and (beside := [name for name, value in given.items() if value not in (None, False)]):
         raise ConfigurationError(
@@ -147,25 +146,22 @@ def _run_list(options: Namespace, out: Output) -> int:
     names = _names(options)
     if keys := keys_in(names):
         question = question.select(*query.facts().columns, *keys)
-    found, passed = question.table(), _whole("--offset", options.offset, 0)
-    answer, total = found.slice(passed, _whole("--limit", options.limit, _LIMIT) or None), len(found)
+    found = question.table()
+    answer, total = found.head(_limit(options) or len(found)), len(found)
     if options.columns is not None:
         answer = answer.select(*_known(names, answer))
     else:
         answer = answer.select(name for name in SHOWN if name == SHOWN[0] or answer[name].null_count() < len(answer))
     _write(answer, {"trajectory_id"} & {*answer.columns}, options, out)
     if not (options.json or options.csv) and len(answer) < total:
-        end = passed + len(answer)
-        which = f"{passed + 1:,} to {end:,}" if passed and len(answer) else f"{len(answer):,}"
-        more = f", --offset {end} continues" if end < total else ""
-        out.line(f"{which} of {trajectories(total)}; --limit 0 shows all{more}")
+        out.line(f"{len(answer):,} of {trajectories(total)}; --limit 0 shows all")
     return code()
 
 
-def _whole(name: str, value: int | None, default: int) -> int:
+def _limit(options: Namespace) -> int:
     from trajstore._core.base.arguments import whole
 
-    return whole(name, default if value is None else value, 0)
+    return whole("--limit", _LIMIT if options.limit is None else options.limit, 0)
 
 
 def _follow(options: Namespace, out: Output) -> int:
@@ -181,7 +177,7 @@ def _follow(options: Namespace, out: Output) -> int:
         question = reader.query().order_by("committed", "trajectory_id")
         question = question if options.where is None else question.where(options.where)
         names, trouble, shown = _names(options), "", pl.Series([], dtype=pl.Int64)
-        newest, has_news = _whole("--limit", options.limit, _LIMIT) or None, True
+        newest, has_news = _limit(options) or None, True
         while True:
             if has_news:
                 table = question.table()

@@ -144,9 +144,6 @@ def write_trajectory(report: dict[str, Any], out: Output, full: bool = False) ->
     out.heading(f"{report['path']}: {words} {report['trajectory_id']}")
     for problem in report["integrity"]["problems"]:
         out.line(f"  problem: {problem}")
-    if "tokens_by_column" in report:
-        _write_tokens(report["tokens_by_column"], out)
-        return
     own = ("path", "kind", "trajectory_id", "integrity", "messages", "metadata", "token_parts", "values", "session")
     write(report, out, (*own, "columns", "notes"))
     if session := report.get("session"):
@@ -268,20 +265,3 @@ def _called(call: Any) -> str:
     return f"{name_of(call)}({'' if given is None else given})" + (
         f" {json.dumps(others, ensure_ascii=False)}" if others else ""
     )
-
-
-def _write_tokens(columns: dict[str, list[Any]], out: Output) -> None:
-    numbers = [at for at, name in enumerate(("token", *columns)) if name not in ("part", "text")]
-    rows = [
-        [str(at), *("" if value is None else repr(value) if name == "text" else _cell(value) for name, value in cells)]
-        for at, values in enumerate(zip(*columns.values(), strict=True))
-        for cells in [list(zip(columns, values, strict=True))]
-    ]
-    if rows:
-        out.table([["token", *columns], *rows], right=numbers)
-    else:
-        out.line("  no tokens are recorded")
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)

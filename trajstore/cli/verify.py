@@ -73,7 +73,6 @@ VERIFY = Command(
 
 def _configure_audit(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="ledger, store with a ledger, or run directory; path or URL")
-    parser.add_argument("--max-age", metavar="N", type=int, help="highest age of a row, in policy versions")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
 
@@ -83,7 +82,7 @@ def _audit(options: Namespace, out: Output) -> int:
     from trajstore._core.store.run_ids import ALONE
     from trajstore.operations.training import audit_path
 
-    results = audit_path(options.path, options.max_age)
+    results = audit_path(options.path)
     names = {rank: "" if rank == ALONE else f"rank_{rank}" for rank in results}
     problems = [f"{names[rank]}: {text}".removeprefix(": ") for rank, one in results.items() for text in one.problems]
     if options.json:

@@ -47,15 +47,14 @@ class Audit:
     gone: int | None = None
 
 
-def audit(ledger: LedgerContents, max_age: int | None = None, store: Catalog | None = None) -> Audit:
-    """Check a ledger: no gaps, ages in bounds, finite numbers, and no rollout that is fresh in two steps.
+def audit(ledger: LedgerContents, store: Catalog | None = None) -> Audit:
+    """Check a ledger: no gaps, no row of a later policy, finite numbers, and no rollout that is fresh in two steps.
 
     With a store, also check that it has committed every id, and that a stored trajectory has its group's task and its
     row's policy version.
 
     Args:
         ledger: the ledger.
-        max_age: highest age of a row in policy versions; None = any.
         store: the store that its ids are of; None: the ledger is checked alone.
     """
     problems: list[str] = []
@@ -64,7 +63,7 @@ def audit(ledger: LedgerContents, max_age: int | None = None, store: Catalog | N
         if before is not None and number != before + 1:
             problems.append(f"step {number}: follows step {before}; steps between them are missing")
         before = number
-        problems += _problems(step, max_age)
+        problems += _problems(step)
     problems += _fresh_twice(ledger)
     if ledger.torn:
         problems.append(f"after step {ledger.last}: {counted(ledger.torn, 'byte')} of an incomplete record")
@@ -111,7 +110,7 @@ def _fresh_twice(ledger: LedgerContents) -> list[str]:
     ]
 
 
-def _problems(step: TrainedStep, max_age: int | None) -> list[str]:
+def _problems(step: TrainedStep) -> list[str]:
     problems = [
         f"step {step.step}: loss {name} is {value}" for name, value in step.loss.items() if not np.isfinite(value)
     ]
@@ -119,9 +118,6 @@ def _problems(step: TrainedStep, max_age: int | None) -> list[str]:
     bad = {f"{name} is not finite": ~np.isfinite(step.rows[name]) for name in numbers}
     if step.policy_before is not None:
         bad["version is after the policy's"] = step.rows["version"] > step.policy_before
-        if max_age is not None:
-            age = step.policy_before - step.rows["version"].astype(np.int64)
-            bad[f"age is above {max_age}"] = (step.rows["version"] >= 0) & (age > max_age)
     return problems + _problems_of_rows(step, bad)
 
 

@@ -13,12 +13,11 @@ from trajstore.ledger.contents import read_directory
 from trajstore.operations.opening import open_readable
 
 
-def audit_path(path: str | Path, max_age: int | None = None) -> dict[int, Audit]:
+def audit_path(path: str | Path) -> dict[int, Audit]:
     """Check a ledger alone, or the ledgers of a store or of the ranks of a run, each against its trajectories.
 
     Args:
         path: ledger, store or run directory, or URL.
-        max_age: highest age of a row in policy versions; None = any.
 
     Returns:
         The result of each ledger by rank (``ALONE``), see :func:`~trajstore.ledger.audit`.
@@ -28,7 +27,7 @@ def audit_path(path: str | Path, max_age: int | None = None) -> dict[int, Audit]
         CorruptStoreError: the store is damaged.
     """
     with suppress(StoreNotFoundError):
-        return {ALONE: audit(read(path, strict=False), max_age)}
+        return {ALONE: audit(read(path, strict=False))}
     reader, _ = open_readable(path)
     results = {}
     with closing(reader):
@@ -39,7 +38,7 @@ def audit_path(path: str | Path, max_age: int | None = None) -> dict[int, Audit]
                 absent = error
             else:
                 whole, _ = open_leniently(catalog.directory)  # the reader of a run has no index of each store
-                results[rank] = audit(ledger, max_age, whole)
+                results[rank] = audit(ledger, whole)
     if not results:
         raise absent
     return results

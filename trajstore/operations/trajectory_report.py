@@ -1,4 +1,4 @@
-"""Reports on one trajectory, or on one of its samples, tokens or calls. JSON values."""
+"""Reports on one trajectory, or on one sample of a block. JSON values."""
 
 from __future__ import annotations
 
@@ -46,12 +46,7 @@ WORDS = ("task_id", "data_id", "rollout_id", "query", "policy_version", "is_term
 
 
 def inspect_trajectory(
-    path: str | Path,
-    trajectory_id: int | str,
-    sample: int | None = None,
-    tokenizer: str | Path | None = None,
-    *,
-    tokens: bool = False,
+    path: str | Path, trajectory_id: int | str, sample: int | None = None, tokenizer: str | Path | None = None
 ) -> Report:
     """Return a report on one trajectory of a store or a run directory, or on one of its samples.
 
@@ -61,14 +56,14 @@ def inspect_trajectory(
     Args:
         path: local path or URL.
         trajectory_id: its id as displayed: 17, or ``"3/17"`` in a run directory.
-        sample: number of a transition, ``t * B + b`` (step), or of a token (agent).
+        sample: number of a transition of a block, ``t * B + b``.
         tokenizer: folder or name of the tokenizer that decodes tokens of an agent trajectory. None: the folder named by
             ``metadata["tokenizer"]``, if it is on this machine.
-        tokens: also return every token of a rollout with its values, by column: ``{"tokens_by_column": ...}``.
 
     Raises:
         TrajectoryUnavailableError: no trajectory has this id.
-        ConfigurationError: it has fewer samples, the path is not a store, or the tokenizer cannot be loaded.
+        ConfigurationError: it has fewer samples, or none as a rollout; the path is not a store; or the tokenizer cannot
+            be loaded.
         MissingDependencyError: a tokenizer was given, and ``transformers`` is not installed.
         CorruptStoreError: the trajectory or the index is damaged.
     """
@@ -94,14 +89,12 @@ def inspect_trajectory(
         "integrity": {"problems": [f"{text}; the rows of this one may be intact" for text in shard_damage]},
     }
     if isinstance(trajectory, AgentTrajectory):
-        decode = decoder(tokenizer_of(trajectory), tokenizer)
         if sample is not None:
-            return report | _token(trajectory, number, tensors, sample, decode)
-        report |= _agent_report(trajectory, decode)
-        if tokens:
-            report["tokens_by_column"] = _tokens_by_column(trajectory, tensors, decode)
-    elif tokens:
-        raise ConfigurationError(f"{path}: trajectory {shown_id(number)} is not a rollout and has no tokens")
+            raise ConfigurationError(
+                f"sample {sample}: trajectory {shown_id(number)} is a rollout, which has no samples; query its tokens: "
+                'trajstore query PATH "select * from tokens where trajectory_id = ..."'
+            )
+        report |= _agent_report(trajectory, decoder(tokenizer_of(trajectory), tokenizer))
     else:
         steps, batch, texts = entry.extent.steps, entry.extent.batch, {"texts": block_texts(trajectory)}
         report |= {
@@ -299,45 +292,6 @@ def token_parts(trajectory: AgentTrajectory) -> list[Report]:
 
 def _part(kind: str, first: int, end: int) -> Report:
     return {"part": kind, "first": first, "last": end - 1, "tokens": end - first}
-
-
-def _token(
-    trajectory: AgentTrajectory, number: int, tensors: dict[str, torch.Tensor], token: int, decode: Decode | None
-) -> Report:
-    count = 0 if trajectory.input_ids is None else len(trajectory.input_ids)
-    if not 0 <= token < count:
-        there = f"the tokens 0 to {count - 1}" if count else "no tokens"
-        raise ConfigurationError(f"sample {token}: trajectory {shown_id(number)} has {there}")
-    start = trajectory.response_start
-    values = {}
-    for name, tensor in tensors.items():
-        at = token if len(tensor) == count else token - (count if start is None else start)
-        if 0 <= at < len(tensor):  # response columns have no entry for the prompt
-            values[name] = _value(tensor[at])
-    part = next(part for part in token_parts(trajectory) if part["first"] <= token <= part["last"])
-    session, _ = path_of(trajectory, count)
-    calls = session["calls"] if session else ()
-    call = next((call["id"] for call in calls if call["start"] <= token < call["stop"]), None)
-    text = None if decode is None else decode(_ids(trajectory, token, token + 1))
-    return {"token": token, "tokens": count, "part": part["part"], "call": call, "text": text, "values": values}
-
-
-def _tokens_by_column(
-    trajectory: AgentTrajectory, tensors: dict[str, torch.Tensor], decode: Decode | None
-) -> dict[str, list[Any]]:
-    """Return the part, text and values of each token by column; None where a token lacks a value."""
-    count = 0 if trajectory.input_ids is None else len(trajectory.input_ids)
-    start = count if trajectory.response_start is None else trajectory.response_start
-    columns: dict[str, list[Any]] = {"part": []}
-    for part in token_parts(trajectory):
-        columns["part"] += [part["part"]] * part["tokens"]
-    if decode is not None:
-        columns["text"] = [decode(_ids(trajectory, at, at + 1)) for at in range(count)]
-    for name, tensor in tensors.items():
-        before = 0 if len(tensor) == count else start
-        if tensor.ndim == 1 and before + len(tensor) <= count:
-            columns[name] = [None] * before + _value(tensor) + [None] * (count - before - len(tensor))
-    return columns
 
 
 def _ids(trajectory: AgentTrajectory, first: int, end: int) -> list[int]:
