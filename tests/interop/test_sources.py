@@ -35,56 +35,32 @@ def prompts_of(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ODD)
-@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_odd_names_of_files_and_folders_are_taken_as_they_are(tmp_path: Path, name: str, suffix: str) -> None:
+def test_odd_names_of_files_and_folders_are_taken_as_they_are(tmp_path: Path, name: str) -> None:
     for folder in ("lr=1", "ab", "runs", "x0", "x1", name):
         (tmp_path / folder).mkdir()
         for file in ("a", f"{name}"):
             texts = [f"{folder} {file} {number}" for number in range(2)]
-            if suffix == "parquet":
-                pq.write_table(rows(*texts), tmp_path / folder / f"{file}.{suffix}")
-            else:
-                with pa.ipc.new_stream(tmp_path / folder / f"{file}.{suffix}", rows("x").schema) as stream:
-                    stream.write_table(rows(*texts))
+            pq.write_table(rows(*texts), tmp_path / folder / f"{file}.parquet")
     convert_from(tmp_path / name, tmp_path / "store", "trl", check=True)
     expected = {f"{name} {file} {number}" for file in ("a", name) for number in range(2)}
     assert set(prompts_of(tmp_path / "store")) == expected
-    single = tmp_path / name / f"{name}.{suffix}"
+    single = tmp_path / name / f"{name}.parquet"
     convert_from(single, tmp_path / "one", "trl", check=True)
     assert prompts_of(tmp_path / "one") == [f"{name} {name} {number}" for number in range(2)]
     convert_to(tmp_path / "store", tmp_path / name / "out", "trl", check=True)
 
 
-def test_saved_data_sets_give_the_files_that_they_name(tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        folder = tmp_path / "saved" / split
-        folder.mkdir(parents=True)
-        for name in ("data-00000-of-00001", "cache-0a1b2c3d"):
-            with pa.ipc.new_stream(folder / f"{name}.arrow", rows("x").schema) as stream:
-                stream.write_table(rows(f"{split} {name}"))
-        (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+def test_arrow_files_are_refused_and_hidden_files_skipped(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    pq.write_table(rows("a"), tmp_path / "saved" / "a.parquet")
     (tmp_path / "saved" / "._x.parquet").write_bytes(b"\x00\x05")
     convert_from(tmp_path / "saved", tmp_path / "store", "trl", check=True)
-    assert prompts_of(tmp_path / "store") == ["test data-00000-of-00001", "train data-00000-of-00001"]
-    (tmp_path / "saved" / "test" / "data-00000-of-00001.arrow").unlink()
-    with pytest.raises(CorruptStoreError, match=r"state.json: names data-00000-of-00001.arrow, which is not there"):
-        convert_from(tmp_path / "saved", tmp_path / "second", "trl")
-
-
-def test_results_of_map_in_the_cache_of_datasets_are_no_rows_of_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    datasets = pytest.importorskip("datasets")
-    pq.write_table(rows("a", "b"), tmp_path / "x.parquet")
-    load = {"data_files": str(tmp_path / "x.parquet"), "split": "train", "cache_dir": str(tmp_path / "cache")}
-    loaded = datasets.load_dataset("parquet", **load)
-    loaded.map(lambda row: {"prompt": row["prompt"] + "!"})
-    loaded.map(lambda row: {"prompt": row["prompt"] + "?"}, num_proc=2)
-    folder = Path(loaded.cache_files[0]["filename"]).parent
-    assert len(list(folder.glob("cache-*.arrow"))) > 1
-    convert_from(folder, tmp_path / "store", "trl", check=True)
-    assert prompts_of(tmp_path / "store") == ["a", "b"]
-    assert "skipped, results of map or filter" in caplog.text
+    assert prompts_of(tmp_path / "store") == ["a"]
+    arrow = tmp_path / "saved" / "data-00000-of-00001.arrow"
+    arrow.touch()
+    for source in (tmp_path / "saved", arrow):
+        with pytest.raises(ConfigurationError, match=r"data-00000-of-00001\.arrow: Arrow files are not read"):
+            convert_from(source, tmp_path / "second", "trl")
 
 
 def test_maps_and_nan_of_parquet_do_not_lose_their_row(tmp_path: Path) -> None:

@@ -384,50 +384,36 @@ def _plain(value: Any, kind: pl.DataType) -> Any:
 
 
 def _tables_in(path: Path) -> list[Path]:
-    """Return the Parquet and Arrow files in a folder; of data sets that ``datasets`` saved, those that they name.
-
-    Beside them, ``datasets`` keeps the results of ``map`` and ``filter`` as ``cache-*.arrow``, also in its own cache of
-    loaded data sets, which has ``dataset_info.json`` alone.
+    """Return a Parquet file, or the Parquet files in a folder and below it.
 
     Raises:
         StoreNotFoundError: there are none.
-        CorruptStoreError: a file that a data set names is absent.
+        ConfigurationError: there are Arrow files, as ``datasets`` saves.
     """
-    saved = [file for file in path.rglob("state.json") if not _is_hidden(file.relative_to(path))]
-    files = [file for suffix in ("parquet", "arrow") for file in files_below(path, suffix)]
-    for state in saved:
-        with unreadable(f"{state}: is no list of files of a saved data set"):
-            named = [state.parent / item["filename"] for item in orjson.loads(state.read_bytes())["_data_files"]]
-        if absent := [file.name for file in named if not file.is_file()]:
-            raise CorruptStoreError(f"{state}: names {listed(absent)}, which is not there")
-        files = [file for file in files if file.parent != state.parent or file.suffix != ".arrow"] + named
-    is_cached = re.compile(r"cache-[0-9a-f]{16}(_[0-9_of]+)?[.]arrow").fullmatch
-    results = [file for file in files if is_cached(file.name) and (file.parent / "dataset_info.json").exists()]
-    if results:
-        names = listed([str(file.relative_to(path)) for file in results], 3)
-        logger.warning("convert: %s: %s skipped, results of map or filter that datasets keeps there", path, names)
-        files = [file for file in files if file not in results]
+    if arrow := files_below(path, "arrow") if path.is_dir() else [path] * (path.suffix == ".arrow"):
+        raise ConfigurationError(
+            f"{path}: {listed(file.name for file in arrow)}: Arrow files are not read; write Parquet from the data set "
+            "with Dataset.to_parquet"
+        )
+    files = files_below(path, "parquet") if path.is_dir() else [path]
     if not files:
         raise StoreNotFoundError(f"{path}: has no Parquet files")
-    return sorted(files)
+    return files
 
 
 def _frames(file: Path) -> Iterator[Any]:
-    table = pl.read_ipc_stream(file).lazy() if file.suffix == ".arrow" else pl.scan_parquet(file, glob=False)
-    yield from table.collect_batches(chunk_size=_ROWS, maintain_order=True)
+    yield from pl.scan_parquet(file, glob=False).collect_batches(chunk_size=_ROWS, maintain_order=True)
 
 
 def read_parquet(path: Path, trajectory_of: Callable[[Row], Any], plain: bool = False) -> Source:
-    """Return the items of a Parquet file, or of the Parquet and Arrow files in a folder and below it.
+    """Return the items of a Parquet file, or of the Parquet files in a folder and below it.
 
     Args:
         path: file or folder.
         trajectory_of: makes a trajectory of a row.
         plain: the values are of other programs: decode JSON, make texts of times, leave out the nulls of structs.
     """
-    files = [path]
-    if path.is_dir():
-        files = _tables_in(path)
+    files = _tables_in(path)
     sizes = [file.stat().st_size for file in files]
 
     def load(row: Row, kinds: Mapping[str, pl.DataType]) -> Any:
