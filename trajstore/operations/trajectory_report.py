@@ -92,7 +92,7 @@ def inspect_trajectory(
         if sample is not None:
             raise ConfigurationError(
                 f"sample {sample}: trajectory {shown_id(number)} is a rollout, which has no samples; query its tokens: "
-                "`trajstore query PATH \"select * from tokens where trajectory_id = ...\"`"
+                '`trajstore query PATH "select * from tokens where trajectory_id = ..."`'
             )
         report |= _agent_report(trajectory, decoder(tokenizer_of(trajectory), tokenizer))
     else:
