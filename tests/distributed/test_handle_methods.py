@@ -21,6 +21,7 @@ LEFT_OUT = {
     "load_checkpoint": "stores continue with their directories; a handle shows only these",
     "clear_cache": "a handle has no cache",
     "store_id": "each store has its own",
+    "save_checkpoint": "a reader of a pin saves it, on the node of each store",
 }
 """A buffer's public names that handles lack, with reasons; docs/design/many-machines.md has the same list."""
 
@@ -29,7 +30,6 @@ OTHERWISE = {
     "session": "its add_call returns the id of the call",
     "mirror.wait": "asks other machines, so it has a timeout",
     "refresh": "returns nothing: stores are asked anyway",
-    "save_checkpoint": "in the layout of trajstore",
     "close": "the stores go on",
 }
 """Names of both with differing signature or result."""

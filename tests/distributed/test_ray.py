@@ -111,13 +111,12 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
         handle.evict(ids[:3])
         handle.evict(ids[:3])
         assert handle.size == 9
-        handle.save_checkpoint("saved")
         assert handle.get_stats()["num_trajectories"] == 9
         assert DistributedReplayBuffer.connect("whole").stores == [0, 1]
         with pytest.raises(ConfigurationError, match="exists already"):
             create("whole", tmp_path / "elsewhere")
         handle.stop()
-    with reader_of(tmp_path / "saved") as buffer:
+    with reader_of(tmp_path / "run") as buffer:
         # Ids in a run directory include the rank; without it, they are the handle's ids.
         assert sorted(own_id(buffer.trajectory_ids).tolist()) == sorted(ids[3:])
     for rank in range(2):
@@ -633,14 +632,12 @@ def test_who_connects_after_a_loss_knows_of_it(
         assert (handle.stores, handle.size) == ([0, 1], 2)
         for whole in (
             lambda handle=handle: handle.points.save(2),
-            lambda handle=handle: handle.save_checkpoint(tmp_path / "saved"),
             lambda handle=handle: handle.points.pin("some"),
             lambda handle=handle: handle.points.rollback(1),
             lambda handle=handle: handle.points.saved,
         ):
             with pytest.raises(StoreUnreachableError, match="store rank_1 of 'lossy' is lost"):
                 whole()
-    assert not (tmp_path / "saved").exists()
     create("lossy", run, stores=2, scheduling_strategy=here)
     wait_until(lambda: (new.refresh(), new.size)[1] == 4)
     assert [(point.step, point.is_complete) for point in new.points.saved] == [(1, True)]
@@ -711,11 +708,9 @@ def test_windows_loader_and_a_point_to_which_all_go_back(shared: Path) -> None:
 def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_whole(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = tmp_path / "saved"
     handle = emptied(refresh_interval=0.0)
     handle.add_trajectories([witness(key) for key in range(4)]).committed(120)
     handle.points.save(1, {"step": 1})
-    handle.save_checkpoint(saved)
     handle.add_trajectories([witness(key) for key in range(4, 9)]).committed(120)
     kill_before: list[str] = []
     call_all = handle._stores.call_all
@@ -737,16 +732,12 @@ def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_who
         handle.points.rollback(2)
     handle.points.save(2, {"step": 2})
     assert handle.points.saved[-1].is_complete
-    kill_before.append("prepare_checkpoint")
-    with pytest.raises(StoreWriteError, match="released before it was saved"):
-        handle.save_checkpoint(saved)
-    with TrajectoryReplayBuffer.open(saved) as reader:
-        assert len(reader) == 4  # the earlier points of both stores
-    kill_before.append("publish_checkpoint")  # all checkpoints are written; publishing resumes when the store returns
-    handle.save_checkpoint(saved)
-    with TrajectoryReplayBuffer.open(saved) as reader:
+    handle.points.pin("both")
+    for rank in handle.stores:
+        with TrajectoryReplayBuffer.open(shared / f"rank_{rank}", pin="both") as reader:
+            reader.save_checkpoint(tmp_path / "saved" / f"rank_{rank}")
+    with TrajectoryReplayBuffer.open(tmp_path / "saved") as reader:
         assert len(reader) == 9
-    assert sorted(path.name for path in saved.iterdir()) == ["rank_0", "rank_1"]
 
 
 class Silent:

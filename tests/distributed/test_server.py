@@ -279,33 +279,16 @@ def test_what_is_held_is_saved_and_nothing_else(tmp_path: Path) -> None:
     store = StoreServer(str(tmp_path / "run"), 0, {}, ("host", "node", "first"))
     for save in (
         lambda: store.save_point("a", 1, {}, 1),
-        lambda: store.prepare_checkpoint("a", str(tmp_path / "saved")),
         lambda: store.pin("a", "name"),
         lambda: store.go_to("a", 1, True),
     ):
         with pytest.raises(StoreWriteError, match="released before it was saved"):
             save()
     store.hold("a", 600.0)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "rank_0").mkdir()
-    (tmp_path / "other" / "rank_0" / "text").write_text("of somebody")
-    with pytest.raises(ConfigurationError, match="holds other files"):
-        store.prepare_checkpoint("a", str(tmp_path / "other"))
-    link = tmp_path / "link"
-    (tmp_path / "far").mkdir()
-    link.symlink_to(tmp_path / "far")
-    for _ in range(2):  # the second hold replaces the first
-        for target in (tmp_path / "saved", link):
-            store.prepare_checkpoint("a", str(target))
-            store.prepare_checkpoint("a", str(target))
-            store.publish_checkpoint("a", str(target))
-            store.publish_checkpoint("a", str(target))
+    store.hold("a", 600.0)  # replaces the first
+    assert [point.name for point in store.pin("a", "name")] == ["name"]
     store.release("a")
     store.close()
-    for folder in (tmp_path / "saved", tmp_path / "far"):
-        assert [path.name for path in folder.iterdir()] == ["rank_0"]
-        with TrajectoryReplayBuffer.open(folder) as reader:
-            assert len(reader) == 0
 
 
 class OneStore:

@@ -7,15 +7,12 @@ import uuid
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from trajstore._core.base.arguments import check_kind
 from trajstore._core.buffer.points import Listing, Points, Stores, asked, united
 from trajstore._core.store.rollback import SnapshotChanges
 from trajstore._core.store.saved_points import SavedPoint
 from trajstore.distributed.drawing import DrawingHandle
-from trajstore.distributed.starting import everywhere
 from trajstore.errors import ConfigurationError, StoreUnreachableError
 
 logger = logging.getLogger(__name__)
@@ -77,25 +74,6 @@ class RestorableHandle(DrawingHandle):
     def points(self) -> Points:
         """Saved points, pins and heads that were left, of all stores at one moment."""
         return Points(StoresOfHandle(self))
-
-    # -- checkpoints ------------------------------------------------------------------------------
-
-    def save_checkpoint(self, save_path: str | Path) -> None:
-        """Save all stores at one moment to ``save_path/rank_<r>``, each on its own machine.
-
-        Includes everything added by this handle. Every store first writes its checkpoint next to the earlier one; when
-        all have, each replaces the earlier one. Object stores have no atomic replacement: stores are saved one after
-        another, and a failure may leave ranks of two moments.
-
-        Raises:
-            StoreUnreachableError, StoreWriteError: a store could not be saved. If the message says "publish", some
-                ranks may be of the new moment; otherwise all earlier checkpoints are unchanged.
-            ConfigurationError: ``save_path`` holds something else.
-        """
-        check_kind("save_path", save_path, str | Path, "a path or URL")
-        with self._held() as cut:
-            for call in ("prepare_checkpoint", "publish_checkpoint"):
-                self._stores.call_all({rank: (cut.by, everywhere(save_path)) for rank in cut.ranks}, call)
 
 
 class StoresOfHandle(Stores):

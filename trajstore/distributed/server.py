@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,9 @@ import numpy.typing as npt
 from trajstore._core.base import locks
 from trajstore._core.base.arguments import whole
 from trajstore._core.base.types import IntArray
-from trajstore._core.buffer.checkpoint import check_target
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore._core.columns.fields import unnest
 from trajstore._core.columns.limits import MAX_ID
-from trajstore._core.files.folders import hidden, put_in_place
-from trajstore._core.files.local import LocalDirectory
-from trajstore._core.files.opening import directories_above, open_directory
 from trajstore._core.sampling.base import Additions, Drawn
 from trajstore._core.sessions.records import encode_call, frames
 from trajstore._core.sessions.session import Session
@@ -36,7 +30,7 @@ from trajstore.distributed.change_log import ChangeLog, Changes
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.read_request import pack
 from trajstore.distributed.row_server import RowAddress, RowServer
-from trajstore.errors import ConfigurationError, SessionFinishedError, TrajectoryUnavailableError, written
+from trajstore.errors import ConfigurationError, SessionFinishedError, TrajectoryUnavailableError
 from trajstore.query.engine import pl
 from trajstore.query.relations import Asked, Found, late_columns, read_rows
 from trajstore.remote.mirror.options import MirrorState, as_mirror
@@ -444,33 +438,6 @@ class StoreServer:
         """Allow additions and evictions again."""
         self._hold.end(by)
 
-    def prepare_checkpoint(self, by: str, path: str) -> None:
-        """Write a checkpoint next to ``path/rank_<rank>``; no effect in an object store.
-
-        Raises:
-            StoreWriteError: the checkpoint could not be written, or the hold has expired.
-            ConfigurationError: the target holds something else.
-        """
-        with self._hold.keeping(by):
-            target = open_directory(_of_run(path, self._about.rank))
-            if isinstance(target, LocalDirectory):
-                check_target(target, directories_above(target))
-                self._buffer.save_checkpoint(_prepared(target.path, by))
-
-    def publish_checkpoint(self, by: str, path: str) -> None:
-        """Replace the earlier checkpoint with the prepared one, atomically; in an object store, save it now.
-
-        Raises:
-            StoreWriteError: the replacement failed.
-        """
-        target = open_directory(_of_run(path, self._about.rank))
-        if not isinstance(target, LocalDirectory):
-            with self._hold.keeping(by):
-                self._buffer.save_checkpoint(target.url)
-        elif (made := _prepared(target.path, by)).exists():  # absent if an earlier attempt has succeeded
-            with written(f": the checkpoint {target.path} was not replaced"):
-                put_in_place(made, target.path)
-
     def snapshots(self) -> list[SavedPoint]:
         """Return all snapshots of the store."""
         return list(self._points.snapshots()[ALONE])
@@ -546,12 +513,6 @@ class StoreServer:
 def _of_run(path: str, rank: int) -> str:
     """Return the path or URL of a store in a run."""
     return f"{path.rstrip('/')}/rank_{rank}"
-
-
-def _prepared(target: Path, by: str) -> Path:
-    """Return the temporary path of a checkpoint; the next checkpoint removes an interrupted one's files."""
-    where = Path(os.path.realpath(target))
-    return where.parent / hidden(where.name, f".{by}.tmp")
 
 
 def _of_rank(options: Mapping[str, Any], rank: int) -> dict[str, Any]:

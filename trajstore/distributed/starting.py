@@ -35,10 +35,7 @@ _METHODS = {
         *("rows_at", "trajectories", "extents", "facts", "rows", "late_rows", "changes", "described", "stats"),
         *("tick", "mirror_state", "history", "snapshots", "state_at", "changes_to", "commits"),
     ),
-    "save": (
-        *("hold", "prepare_checkpoint", "publish_checkpoint", "pin", "remove_snapshot", "save_point", "go_to"),
-        "compact",
-    ),
+    "save": (*("hold", "pin", "remove_snapshot", "save_point", "go_to", "compact"),),
 }
 
 

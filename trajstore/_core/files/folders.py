@@ -107,19 +107,6 @@ def hidden(name: str, end: str) -> str:
     return f".{name if len(encoded) <= _KEPT else blake2b(encoded, digest_size=16).hexdigest()}{end}"
 
 
-def put_in_place(made: Path, path: Path) -> None:
-    """Move a finished folder to ``path``, in the same parent folder, and remove the one that was there.
-
-    Raises:
-        OSError: the move failed; the folder at ``path`` is unchanged.
-    """
-    where = Path(os.path.realpath(path))
-    parent = HeldFolder(where.parent)
-    _swap_in(parent, made.name, where.name)
-    _remove(parent, made.name)
-    _remove_abandoned(parent, where.name)
-
-
 def _swap_in(parent: HeldFolder, temporary: str, name: str) -> None:
     """Move a finished folder to its name atomically; an earlier folder ends up under the temporary name.
 
