@@ -102,7 +102,7 @@ STARTS = {
     "verl": (
         TESTS / "verl_plugin",
         TESTS / "trainer_hooks" / "verl",
-        TESTS / "trainer_hooks" / "test_agentevolver.py",
+        TESTS / "examples" / "test_agentevolver.py",
         TESTS / "trainer_hooks" / "test_dataproto.py",
     ),
     "ray": (*(TESTS / "distributed" / f"test_{name}.py" for name in ("page", "ray")),),

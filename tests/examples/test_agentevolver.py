@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.guidance.reme import FakeReMe
-from tests.replay.conftest import build
-from trainer_hooks.agentevolver import (
+from examples.agentevolver.names import (
     EMClient,
     ExperienceManager,
     ExperienceMixCollateFn,
@@ -26,6 +24,8 @@ from trainer_hooks.agentevolver import (
     compute_response_mask,
     from_agentevolver,
 )
+from tests.guidance.reme import FakeReMe
+from tests.replay.conftest import build
 from trainer_hooks.replay.agentevolver import ForeignObject
 from trainer_hooks.replay.persistence import read_pool
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError

@@ -30,9 +30,6 @@ from trainer_hooks.replay.agentevolver import from_agentevolver, values_in_metad
 from trainer_hooks.replay.entry import PoolEntry
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.rows import rows_of
-from trajstore._core.base.arguments import whole, whole_or_none
-from trajstore._core.base.settings import names_of
-from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, counted
 from trajstore.trajectory import AgentTrajectory
 from trajstore.trajectory import Reward as PlainReward
@@ -213,18 +210,19 @@ class ExperienceManager(Pool):
         self.config = _trainer_config(config)
         section = self.config["exp_manager"]
         self._rollout = _lookup(self.config, "actor_rollout_ref.rollout")
-        n = whole_or_none("n_rollout", n_rollout, 1) or _lookup(self._rollout, "n")
+        n = _lookup(self._rollout, "n") if n_rollout is None else n_rollout
         if n is None:
             raise ConfigurationError(
                 "n_rollout: the configuration has no actor_rollout_ref.rollout.n; give the whole configuration, or"
                 " n_rollout="
             )
         replay = ExperienceReplayConfig.from_mapping(_lookup(section, "experience_replay") or {})
-        super().__init__(replay.pool_rules(whole("actor_rollout_ref.rollout.n", n, 1)), **pool)
+        super().__init__(replay.pool_rules(n), **pool)
         self.replay_start_ratio = replay.replay_start_ratio
         self.guidance = GuidanceConfig.from_config(self.config)
         self._allocation = guidance.GuidanceManager(self.guidance.rules(), seed=self.guidance.seed)
-        for options, names in ((self.rules, _OF_RULES), (self.guidance, names_of(guidance.AllocationRules))):
+        of_guidance = [item.name for item in fields(guidance.AllocationRules)]
+        for options, names in ((self.rules, _OF_RULES), (self.guidance, of_guidance)):
             for name in names:  # attributes that AgentEvolver's code reads
                 setattr(self, name, getattr(options, name))
         self.em_client = None if self.guidance.base_url is None else EMClient(self.guidance.base_url)
@@ -268,7 +266,7 @@ class ExperienceManager(Pool):
         Returns:
             The call's future, whose result is that of ``call_summarizer``; ``None`` in other steps.
         """
-        step = self.global_steps if global_steps is None else whole("global_steps", global_steps, 0)
+        step = self.global_steps if global_steps is None else global_steps
         options = self.guidance
         if not options.enable_summarizer or not options.updated_freq or step % options.updated_freq:
             return None
@@ -640,7 +638,7 @@ def compute_response_mask(data: DataProto) -> torch.Tensor:
 def _trainer_config(config: Any) -> Mapping[str, Any]:
     """Return the trainer's configuration, given it or its section ``exp_manager``."""
     if not hasattr(config, "keys"):
-        raise ConfigurationError(f"config: {shown(config)}, must be a configuration with exp_manager")
+        raise ConfigurationError(f"config: {config!r}, must be a configuration with exp_manager")
     if "exp_manager" in config:
         return config  # type: ignore[no-any-return]
     root = config._get_root() if hasattr(config, "_get_root") else None  # a node of OmegaConf knows its configuration
