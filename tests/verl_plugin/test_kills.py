@@ -9,39 +9,16 @@ from typing import Any
 
 import orjson
 import pytest
-import torch
 
 from tools.crash.journal import entries
 from tools.crash.verl.campaign import run_campaign
 from tools.crash.verl.checks import Expected, Promises, check_resumed, look
 from tools.crash.verl.digest import digest
-from tools.crash.verl.keeping import Kept, kept_pool
-from tools.crash.verl.layout import (
-    ASSETS,
-    SAVE_EVERY,
-    calls_path,
-    cut_path,
-    journal_path,
-    rollouts_path,
-    step_named_by_tracker,
-)
-from tools.crash.verl.moments import (
-    ACKNOWLEDGED,
-    ARRIVED,
-    CUT,
-    FIRST_ACKNOWLEDGED,
-    UPDATE,
-    JournalReader,
-    Moment,
-    wait_for,
-)
+from tools.crash.verl.layout import ASSETS, calls_path, cut_path, journal_path, rollouts_path, step_named_by_tracker
+from tools.crash.verl.moments import ARRIVED, CUT, UPDATE, JournalReader, Moment, wait_for
 from tools.crash.verl.processes import Driver
 from tools.crash.verl.training import check_ledger, compare, fresh_of, trained_of
-from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.hook import ReplayHook
-from trainer_hooks.verl.rows import in_order
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
-from trajstore.trajectory import Reward
 
 from .assets import Assets
 from .runs import GROUP, PROMPTS, TOLERANCE, comparable, recorded
@@ -90,7 +67,7 @@ def test_loss_is_seen(tmp_path: Path) -> None:
     problems: list[str] = []
     promises = Promises()
     promises.take({"event": "acknowledged", "rollouts": {"0": ["kept_0_0", digest(kept)]}}, problems.append)
-    report = look(tmp_path, promises, "run", "exact", problems.append)
+    report = look(tmp_path, promises, "run", problems.append)
     assert (report.rollouts, report.between, report.expected.step, problems) == (1, False, 0, [])
 
     promises.take({"event": "acknowledged", "rollouts": {"1": ["bare_0_0", digest(bare)]}}, problems.append)
@@ -99,7 +76,7 @@ def test_loss_is_seen(tmp_path: Path) -> None:
     promises.take({"event": "pooled", "entries": {"digit:1": [0]}}, problems.append)
     assert len(problems) == 1
     assert problems.pop().startswith("id 0 was given to")
-    look(tmp_path, promises, "run", "exact", problems.append)
+    look(tmp_path, promises, "run", problems.append)
     assert problems == [
         "rollout 1 (bare_0_0) has lost its text",
         "rollout 2 (lost_0_0) was acknowledged and is lost",
@@ -121,112 +98,6 @@ def test_another_pool_is_seen() -> None:
         "resumed at step 2",
         "resumed at step 2",
     ]
-
-
-# ---- on_resume: keep ----
-
-
-def rollout(
-    name: str, task: str, step: int, *, outcome: float = 1.0, entropy: float = 1.0, of: int = 2, run: str = "run-a"
-) -> AgentTrajectory:
-    """Return a rollout whose tokens follow from its name; ``of``: rollouts of its task in the step."""
-    return AgentTrajectory(
-        messages=[SAID],
-        input_ids=torch.tensor([1, *name.encode()]),
-        loss_mask=torch.tensor([0, *[1] * len(name)]),
-        response_start=1,
-        old_log_probs=torch.full((len(name),), -0.5),
-        entropys=torch.full((len(name),), entropy),
-        response_mask=torch.ones(len(name), dtype=torch.int64),
-        reward=Reward(outcome=outcome),
-        entropy=entropy,
-        rollout_id=name,
-        task_id=task,
-        policy_version=step,
-        metadata={"run": run, "step": step, "task_rollouts": of, "outputs": 1, "trained": True},
-    )
-
-
-def names(kept: Kept) -> dict[str, list[str]]:
-    return {task: [rollout.rollout_id for rollout in held] for task, held in kept.held.items()}
-
-
-def test_the_hook_keeps_what_is_promised(tmp_path: Path) -> None:
-    """The campaign's independent model matches the pool over many steps of few tasks in a full pool."""
-    chance = random.Random(1)
-    steps = []
-    for step in range(1, 60):
-        made = []
-        for task in range(4):
-            count = chance.choice([3, 4, 4])  # fewer where histories replaced some
-            for session in range(count):
-                name = f"{chance.choice('abcdefgh')}_{session}_0"
-                outcome = float(chance.random() < 0.75)
-                entropy = chance.choice([1.0, 2.0, 3.0, 4.0])
-                made.append(rollout(name, f"digit:{task}", step, outcome=outcome, entropy=entropy, of=count))
-        steps.append(made)
-    kept = kept_pool({"difficulty2task_dict": {}, "skip_uid_set": []}, {}, itertools.chain(*steps), 3, 4)
-    config = ExperienceReplayConfig.from_mapping({"enable": True, "max_trajectories_per_task": 3}, n_rollout=4)
-    with ReplayHook[str](config, n_rollout=4, get_task=str) as hook:
-        for made in steps:
-            hook.admit(in_order(made))
-        pool = hook.manager.task2trajectories
-        assert {task: [history.rollout_id for history in held] for task, held in pool.items()} == names(kept)
-        buckets = {str(key): [*tasks] for key, tasks in hook.manager.difficulty2task_dict.items()}
-        assert buckets == kept.buckets()
-        assert hook.manager.skip_uid_set == set(kept.skip)
-        assert +hook.manager.refused == +kept.refused
-        assert {"not_better", "duplicate"} <= kept.refused.keys()
-
-
-def test_what_keep_leaves_out_is_seen(tmp_path: Path) -> None:
-    """Rollouts of two steps were acknowledged before the first checkpoint; the pool lacks those of the second.
-
-    Those of the first step enter when it is repeated.
-    """
-    made = [
-        rollout("a_0_0", "digit:1", 2),
-        rollout("b_0_0", "digit:2", 2),
-        rollout("b_1_0", "digit:2", 2, outcome=0.0),
-        rollout("c_0_0", "digit:3", 1),
-    ]
-    make_store(rollouts_path(tmp_path), made)
-    problems: list[str] = []
-    promises = Promises()
-    acknowledged = {str(number): [history.rollout_id, digest(history)] for number, history in enumerate(made)}
-    promises.take({"event": "acknowledged", "rollouts": acknowledged}, problems.append)
-    assert look(tmp_path, promises, "run", "exact", problems.append).expected.held == {}
-    report = look(tmp_path, promises, "run", "keep", problems.append)
-    assert promises.finished == {1: {3}}
-    held = {"digit:1": [["a_0_0", digest(made[0])]], "digit:2": [["b_0_0", digest(made[1])]]}
-    assert (report.since, report.expected.held, problems) == (2, held, [])
-
-    pool = {"difficulty2task_dict": {"2": ["digit:1", "digit:2"]}, "skip_uid_set": []}  # 1 of 2 is 2 of 4
-    check_resumed({"step": 0, "pool": pool, "held": held}, report.expected, problems.append)
-    assert problems == []
-    without = {"digit:1": held["digit:1"]}
-    check_resumed({"step": 0, "pool": pool, "held": without}, report.expected, problems.append)
-    assert problems[0] == "resumed at step 0: rollout b_0_0 of task digit:2 belongs in the pool and is missing"
-    problems.clear()
-    twice = {**held, "digit:1": held["digit:1"] * 2}
-    check_resumed({"step": 0, "pool": pool, "held": twice}, report.expected, problems.append)
-    assert problems[0] == "resumed at step 0: rollout a_0_0 of task digit:1 is in the pool 2 times"
-    problems.clear()
-    other = {**held, "digit:1": [["a_0_0", "0" * 32]]}
-    check_resumed({"step": 0, "pool": pool, "held": other}, report.expected, problems.append)
-    assert len(problems) == 1
-    assert "must hold" in problems[0]
-
-
-@pytest.mark.campaign
-def test_what_was_acknowledged_is_in_the_next_pool(verl_assets: Assets, tmp_path: Path) -> None:
-    """One kill before the first checkpoint and one after it."""
-    moments = (FIRST_ACKNOWLEDGED, Moment(ACKNOWLEDGED, 0.1, (2 * SAVE_EVERY,)))
-    result = run_campaign(tmp_path, kills=2, seed=1, moments=moments, on_resume="keep")
-    assert result.problems == []
-    assert result.counts["kills"] == 2
-    assert result.resumed == [0, 0, 2]
-    assert result.counts["times an acknowledged rollout had to be in the pool that the cut had not"] > 0
 
 
 @pytest.mark.campaign
@@ -273,7 +144,7 @@ def first_steps(folder: Path) -> list[dict[str, Any]]:
 
 def kill_at(folder: Path, life: int, moment: Moment | None) -> dict[str, Any]:
     """Kill a driver at a moment; return its start report."""
-    journal, driver = JournalReader(journal_path(folder, life)), Driver(folder, life, "exact")
+    journal, driver = JournalReader(journal_path(folder, life)), Driver(folder, life)
     try:
         obstacle = wait_for(moment, driver, journal, random.Random(0))
     finally:

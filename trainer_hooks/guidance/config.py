@@ -35,7 +35,7 @@ TODAY = {
 }
 """AgentEvolver's current names, and the names here."""
 
-OF_REPLAY = ("experience_replay", "recording", "outcome", "on_resume")
+OF_REPLAY = ("experience_replay", "recording", "outcome")
 """Keys of ``exp_manager`` that other modules read."""
 
 _Timeout = Annotated[float, Meta(ge=1e-3, le=86400)]

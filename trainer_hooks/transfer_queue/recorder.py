@@ -111,8 +111,6 @@ class Status:
     """Rollouts that arrived and are not on disk."""
     lost: int
     """Rollouts that could not be written."""
-    committed: int
-    """Newest id on disk; -1 for none."""
     store_id: str
     problems: Mapping[str, int]
     """Of the format."""
@@ -298,14 +296,12 @@ class Recorder:
         buffer, rollouts = self._buffer, self._rollouts
         if buffer is None or rollouts is None:
             raise StoreClosedError("the recorder has no open store")
-        committed = int(buffer.get_stats()["committed"])
-        unwritten = buffer._trajectory_counter - 1 - committed
+        unwritten = buffer._trajectory_counter - 1 - int(buffer.get_stats()["committed"])
         error, self._error = self._error, None
         return Status(
             self._recorded,
             self._queued + max(unwritten, 0),
             self._lost,
-            committed,
             str(buffer.store_id),
             dict(rollouts.problems),
             error,

@@ -14,10 +14,8 @@ from ray import cloudpickle
 from trainer_hooks.replay.late_values import with_training
 from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.config import OutcomeRule
-from trainer_hooks.verl.cuts import Cut
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, LEFT_OUT, SAMPLING, rollout_of, sessions_of
-from trajstore import TrajectoryReplayBuffer
 from trajstore._core.buffer.reader import Reader
 from trajstore.trajectory import AgentTrajectory
 
@@ -98,22 +96,3 @@ def recorded_rollouts(reader: Reader, ids: Iterable[int] | None = None) -> Itera
         rollout = reader.get(number)
         if isinstance(rollout, AgentTrajectory):
             yield with_training(rollout)
-
-
-def steps_since(path: str, cut: Cut | None) -> Iterator[list[AgentTrajectory]]:
-    """Yield the rollouts of each step that finished after a checkpoint (without one: of all steps), in order.
-
-    Rollouts of a step may have arrived before the checkpoint of an earlier step.
-    """
-    with TrajectoryReplayBuffer.open(path) as reader:
-        steps: dict[tuple[str, int], list[int]] = {}
-        for number, rollout in zip(reader.trajectory_ids.tolist(), recorded_rollouts(reader), strict=True):
-            run, step = rollout.metadata.get("run", ""), rollout.metadata.get("step", 0)
-            later = cut is None or number > cut.rollouts or (run == cut.run and step > cut.step)
-            if later and "trained" in rollout.metadata:
-                steps.setdefault((run, step), []).append(number)
-        newest: dict[str, int] = {}  # processes wrote one after another, and reused rollouts of earlier ones
-        for (run, _), numbers in steps.items():
-            newest[run] = max(newest.get(run, -1), *numbers)
-        for key in sorted(steps, key=lambda key: (newest[key[0]], key[1])):
-            yield list(recorded_rollouts(reader, steps[key]))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from omegaconf import OmegaConf
 
@@ -20,7 +20,7 @@ from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import MAKER, MANAGER, REME, TODAY, GuidanceConfig
 from trainer_hooks.replay import is_success
-from trajstore._core.base.arguments import one_of, whole
+from trajstore._core.base.arguments import whole
 from trajstore._core.base.settings import Count, Positive, Settings, Text, keys_of, refuse, unknown
 from trajstore._core.files.opening import is_url
 from trajstore._core.formats import get_format
@@ -39,7 +39,6 @@ ASYNCHRONOUS = "colocate_async_replay"
 """Value of ``trainer.v1.trainer_mode`` with which histories are drawn before the step that trains on them."""
 
 OnError = Literal["raise", "warn"]
-OnResume = Literal["exact", "keep"]
 
 _BELOW_ONE = 1.0 - 2.0**-23
 """Largest outcome of a failure: below 1 also in float32, in which the pool compares."""
@@ -125,9 +124,6 @@ class ReplayBlock:
     experience_replay: ExperienceReplayConfig
     recording: RecordingConfig
     outcome: OutcomeRule
-    on_resume: OnResume = "exact"
-    """``exp_manager.on_resume``: ``exact`` restores the pool of the checkpoint; ``keep`` also admits rollouts recorded
-    between the checkpoint and the crash."""
     folder: Path
     """``<trainer.default_local_dir>/trajstore``."""
     n_rollout: int
@@ -191,7 +187,7 @@ class ReplayBlock:
             ConfigurationError: unknown keys, values out of range, or conflicts with verl's other options.
         """
         block = keys_of(config.get(SECTION), SECTION)
-        refuse(SECTION, unknown(block, ["experience_replay", "recording", "outcome", "on_resume", *KEYS]))
+        refuse(SECTION, unknown(block, ["experience_replay", "recording", "outcome", *KEYS]))
         root = config.trainer.default_local_dir
         if not root or is_url(root):
             raise ConfigurationError(f"trainer.default_local_dir: {root}, must be a local folder, as verl writes there")
@@ -211,7 +207,6 @@ class ReplayBlock:
             ),
             recording=RecordingConfig.from_node(block.get("recording")),
             outcome=OutcomeRule.from_node(block.get("outcome")),
-            on_resume=block.get("on_resume", "exact"),
             folder=folder,
             n_rollout=n_rollout,
             max_prompt_length=int(config.data.max_prompt_length),
@@ -277,7 +272,6 @@ def _draws_ahead(config: Any) -> int:
 def _contradictions(config: Any, block: ReplayBlock) -> Iterator[str]:
     """Yield the conflicts between options, one sentence each."""
     replay = block.experience_replay
-    one_of(f"{SECTION}.on_resume", block.on_resume, get_args(OnResume))
     if replay.enable and replay.store is not None:
         yield (
             f"{REPLAY_SECTION}.store.path: {replay.store['path']}, would have copies of the rollouts in"
@@ -319,8 +313,6 @@ def _contradictions(config: Any, block: ReplayBlock) -> Iterator[str]:
             f" {counted(block.draws_ahead + 1, 'step')} (data.train_batch_size = {prompts}, rollout.n ="
             f" {block.n_rollout}), which would be deleted before they are trained on"
         )
-    if block.on_resume == "keep" and not replay.enable:
-        logger.warning("%s.on_resume: keep has no effect without %s.enable=true", SECTION, REPLAY_SECTION)
     yield from _problems_of_paths(block)
     if (replay.enable or block.guidance.enable_context_generator) and (
         config.get("skip", None) and config.skip.rollout_tq.enable

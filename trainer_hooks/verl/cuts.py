@@ -43,10 +43,6 @@ class Cut:
     step: int
     run: str
     """Id of the process that wrote it."""
-    rollouts: int
-    """Newest recorded rollout's id; -1 = none."""
-    rollouts_store: str
-    """UUID of the store of this id; empty if nothing was recorded."""
     pool: Mapping[str, Any] | None
     """State of the experience pool; ``None`` if nothing was replayed."""
     expected: Mapping[str, Sequence[dict[str, Any]]]

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -24,12 +23,12 @@ from transfer_queue import KVBatchMeta
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay.late_values import DROPPED_STEP, REUSED_BY, SCORE, TASK_ROLLOUTS, TRAINED_STEP
-from trainer_hooks.replay.outcomes import asked_for, is_success, known_outcome, outcome_of
+from trainer_hooks.replay.outcomes import is_success, known_outcome, outcome_of
 from trainer_hooks.replay.store import BufferStore
 from trainer_hooks.transfer_queue import RecordedPool, RecorderHandle, Row, StoreOptions
 from trainer_hooks.transfer_queue.recorder import Status
 from trainer_hooks.verl import dataplane
-from trainer_hooks.verl.arrival import VerlRollouts, steps_since
+from trainer_hooks.verl.arrival import VerlRollouts
 from trainer_hooks.verl.config import SECTION, ReplayBlock, guides_training, naming
 from trainer_hooks.verl.cuts import Cut, find_cut, read_cut, restorable_cuts, write_cut
 from trainer_hooks.verl.guided import GuidedRollouts
@@ -53,14 +52,7 @@ from trainer_hooks.verl.rows import (
 from trainer_hooks.verl.tasks import TaskTable, task_name
 from trainer_hooks.verl.trained import TOKENS, TRAINED, WEIGHTS, ScoredRow, step_of_rows
 from trajstore import TrajectoryReplayBuffer
-from trajstore.errors import (
-    ConfigurationError,
-    InvalidTrajectoryError,
-    StoreError,
-    StoreNotFoundError,
-    StoreWriteError,
-    counted,
-)
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, StoreNotFoundError, StoreWriteError
 from trajstore.interop.rollouts import rollout_of, row_of
 from trajstore.ledger import Ledger
 from trajstore.trajectory import AgentTrajectory, Reward
@@ -445,14 +437,12 @@ class ReplaySession:
         Raises:
             StoreWriteError: the state, or the data it refers to, did not reach the disk.
         """
-        rollouts, rollouts_store = -1, ""
-        if (status := self._recorded(self._recorder.flush)) is not None:
-            rollouts, rollouts_store = status.committed, status.store_id
+        self._recorded(self._recorder.flush)
         pool = self._on_disk(self.hook.state_dict) or None
         expected = {uid: [row_of(history, {}) for history in held] for uid, held in self._histories.expected.items()}
         guidance = self.guided.hook.state_dict() if self.guided.is_on else None
         wanted = self._histories.wanted
-        cut = Cut(step, self._run, rollouts, rollouts_store, pool, expected, guidance, wanted, self.prompts)
+        cut = Cut(step, self._run, pool, expected, guidance, wanted, self.prompts)
         self._on_disk(lambda: write_cut(folder, cut))
 
     def hold_checkpoints(self) -> None:
@@ -465,8 +455,7 @@ class ReplaySession:
         """Restore the pool of a checkpoint. Rollouts recorded since then stay recorded.
 
         If no checkpoint has a cut, the pool is used as stored. Without a checkpoint, restore the pool with which the
-        training began. With ``on_resume: keep``, rollouts recorded after the checkpoint (without one: all) are
-        admitted to the pool again. With ``on_error: warn``, failed writes are logged and training continues.
+        training began. With ``on_error: warn``, failed writes are logged and training continues.
 
         Args:
             folder: the checkpoint; ``None`` if there is none yet.
@@ -475,35 +464,17 @@ class ReplaySession:
         Raises:
             CorruptStoreError: the checkpoint's cut is damaged.
             ConfigurationError: the cut was made with another tokenizer.
-            StoreWriteError: the pool's store could not write; the message names the option.
+            StoreWriteError: the pool's store could not write.
         """
         cut = None if folder is None else find_cut(folder, step)
         if self.guided.is_on and cut is not None and cut.guidance is not None:
             self.guided.hook.load_state_dict(cut.guidance)
         own = cut if cut is not None and cut.step == step else None
         self.prompts = 0 if own is None else own.prompts
-        has_pool = self.hook.manager is not None
-        with self._explained():
-            if has_pool:
-                self._go_back(cut, folder, step)
-            self._find_finished(own, folder, step)
-            if has_pool and self._block.on_resume == "keep":
-                self._take_in_since(cut)
+        if self.hook.manager is not None:
+            self._go_back(cut, folder, step)
+        self._find_finished(own, folder, step)
         self._ledger.continue_from(step or None)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Add the option that resuming follows to an error of the pool's store."""
-        try:
-            yield
-        except StoreWriteError as error:
-            keeps = self._block.on_resume == "keep"
-            wanted = "and takes in the rollouts recorded since" if keeps else ", no more"
-            error.add_note(
-                f"{SECTION}.on_resume: {self._block.on_resume}: the pool goes back to the checkpoint {wanted}; it could"
-                " not write that down. Make room where its store is and resume again: nothing recorded is lost"
-            )
-            raise
 
     def _find_finished(self, cut: Cut | None, folder: Path | None, step: int) -> None:
         """Find the rollouts that the checkpoint's weights sampled, and note in it that this process samples with them.
@@ -555,10 +526,10 @@ class ReplaySession:
         else:
             if folder is not None:
                 logger.warning("%s says nothing of the experience pool", folder)
-            elif self._block.on_resume == "exact" and self._went_to_beginning():
+            elif self._went_to_beginning():
                 return
             self.hook.resume(None, step)
-            if folder is None and self._block.on_resume == "exact":
+            if folder is None:
                 self._note_beginning()
 
     def _went_to_beginning(self) -> bool:
@@ -578,22 +549,5 @@ class ReplaySession:
         """Save the pool before step 1, for a crash before the first checkpoint."""
         pool = self._on_disk(self.hook.state_dict)
         if pool:
-            self._on_disk(lambda: write_cut(self._checkpoints, Cut(0, self._run, -1, "", pool, {})))
+            self._on_disk(lambda: write_cut(self._checkpoints, Cut(0, self._run, pool, {})))
             self._resumed_from = pool
-
-    def _take_in_since(self, cut: Cut | None) -> None:
-        """Admit rollouts recorded after a checkpoint (without one: all) to the pool, step by step."""
-        status = self._recorded(self._recorder.flush)
-        if status is None or (cut is not None and status.store_id != cut.rollouts_store):
-            logger.warning("the rollouts recorded since the checkpoint are not in this run's store; none were taken in")
-            return
-        steps = 0
-        for made in steps_since(self._block.recording_path, cut):
-            # Those of the interrupted step follow with it.
-            rollouts = [rollout for rollout in in_order(made) if not self.reuse.waits_for(rollout.rollout_id)]
-            trained = [rollout for rollout in rollouts if rollout.metadata.get("trained", True)]
-            self._judge([rollout for rollout in rollouts if not rollout.metadata.get("trained", True)], {})
-            self._on_disk(partial(self.hook.admit, trained, asked_for(trained)))
-            steps += 1
-        if steps:
-            logger.info("experience pool: on_resume=keep: added %s recorded since", counted(steps, "step"))

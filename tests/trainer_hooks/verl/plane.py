@@ -26,7 +26,7 @@ from trainer_hooks.guidance import Guidance, Insertion, TrainMode
 from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.transfer_queue import BACKEND, Row
 from trainer_hooks.verl.arrival import recorded_rollouts
-from trainer_hooks.verl.config import OnError, OnResume, OutcomeRule, RecordingConfig, ReplayBlock
+from trainer_hooks.verl.config import OnError, OutcomeRule, RecordingConfig, ReplayBlock
 from trainer_hooks.verl.dataplane import add_rows, read_rows, write_column
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.offers import OFFER, Report
@@ -179,7 +179,6 @@ def empty_plane() -> None:
 def new_session(
     tmp_path: Path,
     run: str = "run-a",
-    on_resume: OnResume = "exact",
     on_error: OnError = "raise",
     decoder: Any = None,
     guidance: GuidanceConfig | None = None,
@@ -195,7 +194,6 @@ def new_session(
         experience_replay=ExperienceReplayConfig(**values),
         recording=RecordingConfig(path=str(tmp_path / run / "rollouts"), on_error=on_error),
         outcome=OutcomeRule(),
-        on_resume=on_resume,
         folder=tmp_path,
         n_rollout=N,
         max_prompt_length=longest[0],

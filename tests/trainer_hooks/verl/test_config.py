@@ -65,7 +65,6 @@ def test_a_configuration_without_the_block_records_and_replays_nothing(override_
         experience_replay=ExperienceReplayConfig(enable=False, use_current_policy_entropy=False),
         recording=RecordingConfig(path=None, format="pt", capacity=None, on_error="raise"),
         outcome=OutcomeRule(key=None, success=1.0),
-        on_resume="exact",
         folder=folder,
         n_rollout=4,
         max_prompt_length=512,
@@ -84,7 +83,6 @@ def test_every_key(compose_verl: Compose) -> None:
         compose_verl,
         "+exp_manager.recording={path:s3://bucket/rollouts,format:pkl,capacity:10000,on_error:warn}",
         "+exp_manager.outcome={key:acc,success:2}",
-        "+exp_manager.on_resume=keep",
         f"+{REPLAY}={{enable:true,exp_ratio:[[0.0,0.1],[1.0,0.5]],offpolicy_trajectories_per_task:3,"
         "off_policy_shaping:none,group_offpolicy:shared}",
     )
@@ -96,7 +94,6 @@ def test_every_key(compose_verl: Compose) -> None:
     replay = block.experience_replay
     assert replay.exp_ratio == ((0.0, 0.1), (1.0, 0.5))
     assert (replay.off_policy_shaping, replay.group_offpolicy) == (None, "shared")
-    assert block.on_resume == "keep"
 
 
 def test_values_may_be_interpolations(override_verl: Compose) -> None:
@@ -125,8 +122,7 @@ WRONG = {
     "+exp_manager.outcome=1": "exp_manager.outcome: must be a mapping",
     f"+{REPLAY}=true": f"{REPLAY}: must be a mapping",
     f"+{REPLAY}.exp_ration=0.5": f"{REPLAY}: exp_ration: unknown key",
-    "+exp_manager.on_resume=newest": "exp_manager.on_resume: 'newest'",
-    "+exp_manager.on_resume=null": "exp_manager.on_resume: None",
+    "+exp_manager.on_resume=keep": "exp_manager: on_resume: unknown key",
     # recording
     "+exp_manager.recording.path=''": "exp_manager.recording: path: ''",
     "+exp_manager.recording.format=csv": "csv",
@@ -410,11 +406,6 @@ def test_paths_that_cannot_be_opened_are_refused_before_anything_starts(
             check_options(override_verl([*BASE, mode, *overrides]))
         option = overrides[-1].split("=")[0].removeprefix("+")
         assert option in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-
-
-def test_on_resume_keep_without_replay_is_warned_of(override_verl: Compose, caplog: pytest.LogCaptureFixture) -> None:
-    block_of(override_verl, "+exp_manager.on_resume=keep")
-    assert "exp_manager.on_resume: keep has no effect without" in caplog.text
 
 
 def test_every_option_is_in_the_ledger_and_a_changed_one_is_named(override_verl: Compose, tmp_path: Path) -> None:

@@ -34,8 +34,6 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, StoreWriteEr
 CUT = Cut(
     step=7,
     run="run-a",
-    rollouts=41,
-    rollouts_store="store-a",
     pool={"version": 1, "tasks": {"sums:3": [1, 2]}, "entropy": 0.25},
     expected={"uid-1": [{"input_ids": [1, 2]}, {}], "uid-2": []},
 )
@@ -49,7 +47,7 @@ def write(root: Path, *steps: int) -> None:
 # ---- cuts: there and back ----
 
 
-@pytest.mark.parametrize("cut", [CUT, Cut(0, "", -1, "", None, {})], ids=["full", "empty"])
+@pytest.mark.parametrize("cut", [CUT, Cut(0, "", None, {})], ids=["full", "empty"])
 def test_a_cut_comes_back(cut: Cut, tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "global_step_7"
     write_cut(folder, cut)

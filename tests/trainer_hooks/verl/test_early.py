@@ -97,7 +97,7 @@ def test_an_empty_tracker_file_names_the_newest_complete_checkpoint_again(
         mend_tracker(config)
     for step in (3, 6, 9):
         folder = tmp_path / f"global_step_{step}"
-        write_cut(folder, Cut(step, "run", -1, "", None, {}))
+        write_cut(folder, Cut(step, "run", None, {}))
         (folder / MODEL_FOLDER).mkdir()
         if step < 9:  # a crash prevented the rest of step 9
             (folder / DATA_FILE).touch()

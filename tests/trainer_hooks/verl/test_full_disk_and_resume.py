@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -16,13 +15,11 @@ from tests.trainer_hooks.verl import plane
 from tests.trainer_hooks.verl.builders import fresh_row, new_prompts
 from tests.trainer_hooks.verl.plane import TASKS, MakeSession, N, rollouts
 from trainer_hooks.transfer_queue import RecorderHandle
-from trainer_hooks.verl.config import OnError, OnResume
 from trainer_hooks.verl.dataplane import prompts_under_way
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.trained import loss_terms
 from trajstore import TrajectoryReplayBuffer, ledger
-from trajstore.errors import StoreWriteError
 from trajstore.ledger import TrainedStep
 
 pytestmark = pytest.mark.usefixtures("data_plane")
@@ -68,39 +65,6 @@ def second_step(session: ReplaySession) -> dict[str, float]:
     return plane.train(session, rows, 2)[1]
 
 
-@pytest.mark.parametrize("on_error", ["raise", "warn"])
-def test_keeping_what_was_recorded_since_on_a_full_disk(
-    on_error: OnError, make_session: MakeSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    session = make_session()
-    plane.fill(session)
-    folder = tmp_path / "global_step_1"
-    session.save(folder, 1)
-    second_step(session)
-    session.close()
-    resumed = make_session(on_resume="keep", on_error=on_error)
-    manager = resumed.hook.manager
-    manager.flush()
-    real = manager.admit
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise StoreWriteError(f"{tmp_path}: No space left on device")
-
-    manager.admit = full  # type: ignore[method-assign]
-    if on_error == "warn":
-        resumed.resume(folder, 1)
-        assert "a change was not made, training goes on" in caplog.text
-        assert len(manager) == 8, "the pool is that of the checkpoint"
-    else:
-        with pytest.raises(StoreWriteError) as caught:
-            resumed.resume(folder, 1)
-        assert "exp_manager.on_resume: keep" in caught.value.__notes__[-1]
-        assert "Make room" in caught.value.__notes__[-1]
-    manager.admit = real  # type: ignore[method-assign]
-    resumed.resume(folder, 1)
-    assert len(manager) == 16, "nothing recorded was lost"
-
-
 # ---- prompts in flight ----
 
 
@@ -135,10 +99,7 @@ def test_what_is_expected_goes_with_the_checkpoint(make_session: MakeSession, tm
     assert torch.equal(plane.column(joined, "input_ids")["u_1000_0"], history.input_ids.long())
 
 
-@pytest.mark.parametrize(("on_resume", "trajectories"), [("exact", 8), ("keep", 16)])
-def test_rollouts_recorded_after_the_checkpoint(
-    on_resume: OnResume, trajectories: int, make_session: MakeSession, tmp_path: Path
-) -> None:
+def test_rollouts_recorded_after_the_checkpoint_are_not_in_the_pool(make_session: MakeSession, tmp_path: Path) -> None:
     session = make_session()
     plane.fill(session)
     folder = tmp_path / "global_step_1"
@@ -147,18 +108,15 @@ def test_rollouts_recorded_after_the_checkpoint(
     assert second_step(session)["experience_replay/pool_trajectories"] == 16
     session.close()
 
-    resumed = make_session(on_resume=on_resume)
+    resumed = make_session()
     resumed.resume(folder, 1)
     # The third group repeats the first group's rollouts, so the pool gains nothing.
     _, figures = plane.train(resumed, rollouts("third", N, index=0), 2)
-    assert figures["experience_replay/pool_trajectories"] == trajectories
+    assert figures["experience_replay/pool_trajectories"] == 8
 
 
 @pytest.mark.parametrize("checkpoint", [True, False], ids=["checkpoint without a cut", "no checkpoint"])
-@pytest.mark.parametrize(("on_resume", "tasks"), [("exact", 0), ("keep", 4)])
-def test_what_the_pool_had_not_committed_yet(
-    on_resume: OnResume, tasks: int, checkpoint: bool, make_session: MakeSession, tmp_path: Path
-) -> None:
+def test_what_the_pool_had_not_committed_yet(checkpoint: bool, make_session: MakeSession, tmp_path: Path) -> None:
     """A crash between the commit of rollouts and that of the point that names them."""
     session = make_session()
     plane.fill(session)
@@ -167,23 +125,22 @@ def test_what_the_pool_had_not_committed_yet(
         for point in buffer.points.saved:
             buffer.points.remove(point.name)
 
-    resumed = make_session(on_resume=on_resume)
+    resumed = make_session()
     resumed.resume(tmp_path / "global_step_1" if checkpoint else None, int(checkpoint))
-    assert sum(map(bool, (task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, 2)))) == tasks
+    assert not any(task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, 2))
 
 
-@pytest.mark.parametrize(("on_resume", "tasks"), [("exact", 0), ("keep", 4)])
 def test_before_the_first_checkpoint_the_pool_is_as_at_the_beginning(
-    on_resume: OnResume, tasks: int, make_session: MakeSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_session: MakeSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also after a second crash. A pool without its first point stays as it is."""
-    session = make_session(on_resume=on_resume)
+    session = make_session()
     session.resume(None, 0)
     plane.fill(session)
     session.close()
 
     def known(step: int) -> int:
-        resumed = make_session(on_resume=on_resume)
+        resumed = make_session()
         resumed.resume(None, 0)
         found = sum(map(bool, (task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, step))))
         if not found:
@@ -191,41 +148,26 @@ def test_before_the_first_checkpoint_the_pool_is_as_at_the_beginning(
         resumed.close()
         return found
 
-    assert [known(2), known(2)] == [tasks, tasks]
+    assert [known(2), known(2)] == [0, 0]
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "run-a" / "rollouts") as buffer:
         first = next((snapshot.name for snapshot in buffer.points.snapshots if snapshot.kind == "point"), None)
         if first is not None:
             buffer.points.remove(first)
     known(2)
-    assert ("its state before step 1 was removed" in caplog.text) == (on_resume == "exact")
+    assert "its state before step 1 was removed" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("on_resume", "checkpoint", "reported"),
-    [
-        ("exact", 0, False),
-        ("exact", 0, True),
-        ("keep", 0, True),
-        ("exact", 1, False),
-        ("exact", 1, True),
-        ("keep", 1, False),
-        ("keep", 1, True),
-    ],
-)
+@pytest.mark.parametrize("checkpoint", [0, 1])
+@pytest.mark.parametrize("reported", [False, True])
 def test_rollouts_of_an_interrupted_step_are_reused_and_not_in_the_pool(
-    on_resume: OnResume,
-    checkpoint: int,
-    reported: bool,
-    make_session: MakeSession,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: int, reported: bool, make_session: MakeSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A crash after the pool committed a step; the rollouts' store has its report, or not.
 
     The next process is killed while it generates, and the one after it resumes.
     """
     folder, weights, step = tmp_path / "global_step_1", (checkpoint, checkpoint), checkpoint + 1
-    session = make_session(on_resume=on_resume)
+    session = make_session()
     if checkpoint:
         session.save(folder, 1)
     set_values = RecorderHandle.set_values
@@ -236,7 +178,7 @@ def test_rollouts_of_an_interrupted_step_are_reused_and_not_in_the_pool(
     session.close()
     monkeypatch.setattr(RecorderHandle, "set_values", set_values)
 
-    resumed = make_session(on_resume=on_resume)
+    resumed = make_session()
     resumed.resume(folder if checkpoint else None, checkpoint)
     (history,) = [planned.histories for planned in resumed.plan(TASKS, 0.5, step) if planned.task == "sums:0"]
     assert not history

@@ -12,10 +12,9 @@ from typing import Any
 from tools import campaigns
 from tools.crash.verl.checks import Expected, Promises, check_resumed, look
 from tools.crash.verl.layout import ASSETS, journal_path
-from tools.crash.verl.moments import KEEP_MOMENTS, MOMENTS, JournalReader, Moment, wait_for
+from tools.crash.verl.moments import MOMENTS, JournalReader, Moment, wait_for
 from tools.crash.verl.processes import Driver
 from tools.crash.verl.training import compare, trained_of
-from trainer_hooks.verl.config import OnResume
 from trajstore.errors import TrajstoreError
 
 
@@ -35,24 +34,20 @@ def run_campaign(
     kills: int,
     seed: int,
     progress: Callable[[Result], None] | None = None,
-    moments: Sequence[Moment] | None = None,
-    on_resume: OnResume = "exact",
+    moments: Sequence[Moment] = MOMENTS,
 ) -> Result:
     """Kill ``kills`` drivers of one training, and let one more resume; return what was found.
 
     It ends early when a driver does not get to its moment, for then training does not go on, and when what a kill
-    left cannot be read. With ``exact``, a training without kills is made too, and the ledgers are compared.
+    left cannot be read. A training without kills is made too, and the ledgers are compared.
 
     Args:
         folder: an empty folder; stores, checkpoints, journals and logs are left in it.
         kills: how many.
         seed: of the moments (the machine's timing adds its own chance).
         progress: told after each kill.
-        moments: in this order, over and over; None = those of ``on_resume``.
-        on_resume: how drivers take up the pool.
+        moments: in this order, over and over.
     """
-    if moments is None:
-        moments = KEEP_MOMENTS if on_resume == "keep" else MOMENTS
     chance = random.Random(seed)
     result, promises = Result(), Promises()
     expected: Expected | None = None
@@ -63,7 +58,7 @@ def run_campaign(
 
         moment = None if life == kills else moments[life % len(moments)]
         journal = JournalReader(journal_path(folder, life))
-        driver = Driver(folder, life, on_resume)
+        driver = Driver(folder, life)
         try:
             obstacle = wait_for(moment, driver, journal, chance)
         finally:
@@ -79,7 +74,7 @@ def run_campaign(
         if expected is not None:
             check_resumed(loaded, expected, tell)
         try:
-            found = look(folder, promises, loaded["run"], on_resume, tell)
+            found = look(folder, promises, loaded["run"], tell)
         except (TrajstoreError, OSError, ValueError) as error:
             tell(f"what is left cannot be read: {type(error).__name__}: {error}")
             break
@@ -89,13 +84,12 @@ def run_campaign(
         if moment is not None:
             result.counts["kills"] += 1
             result.counts["between our cut and verl's checkpoint"] += found.between
-            result.counts["times an acknowledged rollout had to be in the pool that the cut had not"] += found.since
             result.counts[f"killed after {journal.phase}"] += 1
         if progress is not None:
             progress(result)
         if obstacle is not None:
             break
-    if not result.problems and on_resume == "exact":
+    if not result.problems:
         _compare(folder, result)
     return result
 
@@ -106,7 +100,7 @@ def _compare(folder: Path, result: Result) -> None:
     other.mkdir()
     shutil.copytree(folder / ASSETS, other / ASSETS)
     last = max(trained_of(folder).contents.steps)
-    journal, driver = JournalReader(journal_path(other, 0)), Driver(other, 0, "exact")
+    journal, driver = JournalReader(journal_path(other, 0)), Driver(other, 0)
     try:
         obstacle = wait_for(Moment("scoring", 0.0, (last + 1,)), driver, journal, random.Random(0))
     finally:

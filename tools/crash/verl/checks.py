@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import orjson
 
 from tools.crash.verl.digest import digest
-from tools.crash.verl.keeping import kept_pool
 from tools.crash.verl.layout import CHECKPOINTS, GROUP, beginning_path, cut_path, rollouts_path, step_named_by_tracker
 from tools.crash.verl.training import check_ledger
 from trainer_hooks.config import ExperienceReplayConfig
@@ -20,7 +19,6 @@ from trainer_hooks.replay import PoolRules
 from trainer_hooks.replay.late_values import with_training
 from trainer_hooks.replay.state import Recovered, recover
 from trainer_hooks.replay.store import PoolPoint, newest_point
-from trainer_hooks.verl.config import OnResume
 from trainer_hooks.verl.cuts import MODEL_FOLDER
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore._core.store.catalog import Catalog
@@ -84,13 +82,11 @@ class Found:
     Attributes:
         expected: of the next driver.
         rollouts: that were compared with what was acknowledged.
-        since: acknowledged rollouts that the pool must have although they are younger than the checkpoint.
         between: whether the crash fell between our cut and verl's checkpoint.
     """
 
     expected: Expected
     rollouts: int
-    since: int
     between: bool
 
 
@@ -119,14 +115,13 @@ class _Reader(Records):
         self._buffer.close()
 
 
-def look(folder: Path, promises: Promises, run: str, on_resume: OnResume, tell: Tell) -> Found:
+def look(folder: Path, promises: Promises, run: str, tell: Tell) -> Found:
     """Check everything that a killed driver left; return what the next one must find.
 
     Args:
         folder: the campaign's.
         promises: of this driver and all before.
         run: how the killed driver called itself in its cuts.
-        on_resume: of the next driver.
         tell: gets each problem.
     """
     for trouble in verify(rollouts_path(folder)).problems:
@@ -136,23 +131,23 @@ def look(folder: Path, promises: Promises, run: str, on_resume: OnResume, tell: 
         present = {number: rollouts.get(number) for number in rollouts.ids()}
         _check_rollouts(present, promises, tell)
         recovered = _check_pool(rollouts, promises, tell)
-        cuts = {step: cut for step, cut in _cuts(folder, rollouts, tell) if _check_cut(step, cut, present, tell)}
+        cuts = {step: cut for step, cut in _cuts(folder, rollouts, tell) if _check_cut(step, cut, tell)}
         step = step_named_by_tracker(folder)
         version = (step or 0) + 1
-        check_ledger(folder, present.keys(), step or 0, promises.finished if on_resume == "exact" else None, tell)
+        check_ledger(folder, present.keys(), step or 0, promises.finished, tell)
         interrupted = {number for number, one in present.items() if one.policy_version == version}
         promises.finished.setdefault(version, set()).update(interrupted)
         between = any(cut["run"] == run and later > (step or 0) for later, cut in cuts.items())
         if step is not None and step not in cuts:
             tell(f"the checkpoint of step {step} has no sound cut of ours")
-            return Found(Expected(step, {}, None), len(promises.rollouts), 0, between)
+            return Found(Expected(step, {}, None), len(promises.rollouts), between)
         if step is not None:
-            newest, state = cuts[step]["rollouts"], cuts[step]["pool"]
-        elif on_resume == "exact" and beginning_path(folder).exists():
+            state = cuts[step]["pool"]
+        elif beginning_path(folder).exists():
             begun = orjson.loads(beginning_path(folder).read_bytes())
-            newest, state = -1, _state_at(rollouts, begun["pool"]["point"])
+            state = _state_at(rollouts, begun["pool"]["point"])
         else:
-            newest, state = -1, _state(recovered)
+            state = _state(recovered)
         if not state["entries"]:
             state.pop("tokenizer_fingerprint", None)  # an empty pool accepts any tokenizer
         state.pop("point", None)
@@ -163,15 +158,7 @@ def look(folder: Path, promises: Promises, run: str, on_resume: OnResume, tell: 
             if kept := {number: one for number in numbers if (one := present[number]).policy_version != version}:
                 entries[task], held[task] = [*kept], [*kept.values()]
         state = {**state, "entries": entries}
-        before = {name for _, name in _names(_contents(held))}
-        if on_resume == "keep":
-            finished = [number for number in sorted(present) if "trained" in present[number].metadata]
-            since = [present[number] for number in finished if number > newest and number not in interrupted]
-            state, held = _with_kept(state, held, since)
-        contents = _contents(held)
-        younger = {name for name, _ in promises.rollouts.values()} - before
-        entered = sum(name in younger for _, name in _names(contents))
-        return Found(Expected(step or 0, state, contents), len(promises.rollouts), entered, between)
+        return Found(Expected(step or 0, state, _contents(held)), len(promises.rollouts), between)
     finally:
         rollouts.close()
 
@@ -196,19 +183,6 @@ def check_resumed(loaded: Mapping[str, Any], expected: Expected, tell: Tell) -> 
             tell(f"resumed at step {loaded['step']}: rollout {rollout} of task {task} is in the pool {times} times")
     if loaded["held"] != expected.held:
         tell(f"resumed at step {loaded['step']}: the pool holds {loaded['held']}, must hold {expected.held}")
-
-
-def _with_kept(
-    state: Mapping[str, Any], held: Mapping[str, list[AgentTrajectory]], since: Sequence[AgentTrajectory]
-) -> tuple[dict[str, Any], dict[str, list[AgentTrajectory]]]:
-    """Return a pool's state and trajectories with the rollouts recorded since; ids are left out, as they are new."""
-    rules = _rules()
-    kept = kept_pool(state, held, since, rules.max_trajectories_per_task, rules.n_rollout)
-    changed = {name: value for name, value in state.items() if name != "entries"}
-    changed |= {"difficulty2task_dict": kept.buckets(), "skip_uid_set": list(kept.skip)}
-    if "refused" in state:
-        changed["refused"] = dict(Counter(state["refused"]) + kept.refused)
-    return changed, kept.held
 
 
 def _contents(held: Mapping[str, list[AgentTrajectory]]) -> Held:
@@ -281,19 +255,12 @@ def _state_at(rollouts: _Reader, point: str) -> dict[str, Any]:
     return {**state, "point": point}
 
 
-def _check_cut(step: int, cut: Mapping[str, Any], present: Mapping[int, AgentTrajectory], tell: Tell) -> bool:
-    """Return whether a cut is of its step, and the store of rollouts has what it names."""
-    problems = []
-    if (cut["step"], cut["pool"]["global_steps"]) != (step, step):
-        problems.append(f"says step {cut['step']}, its pool step {cut['pool']['global_steps']}")
-    newest = present.get(cut["rollouts"])
-    if newest is None:
-        problems.append(f"names rollout {cut['rollouts']}, which is not there")
-    elif (newest.metadata["step"], newest.metadata["run"]) != (step, cut["run"]):
-        problems.append(f"names a rollout of step {newest.metadata['step']} of run {newest.metadata['run']}")
-    for problem in problems:
-        tell(f"the cut of step {step} {problem}")
-    return not problems
+def _check_cut(step: int, cut: Mapping[str, Any], tell: Tell) -> bool:
+    """Return whether a cut and its pool are of the step."""
+    steps = (cut["step"], cut["pool"]["global_steps"])
+    if steps != (step, step):
+        tell(f"the cut of step {step} says step {steps[0]}, its pool step {steps[1]}")
+    return steps == (step, step)
 
 
 def _rules() -> PoolRules:

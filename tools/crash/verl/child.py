@@ -39,12 +39,9 @@ OVERRIDES = (
 CALLS = "TRAJSTORE_VERL_CALLS"
 """Environment variable of the agent loop, with the path of the calls."""
 _LOOK_EVERY = 0.02  # seconds
-_GAP = 0.2
-"""Seconds between the report of a step's rollouts and the pool's point that names them, where the promise covers both.
-Without it they are committed within few milliseconds of each other, and hardly a kill would fall in between."""
 
 
-def main(folder: Path, life: int, on_resume: str) -> None:
+def main(folder: Path, life: int) -> None:
     """Train in ``folder`` until killed."""
     assets = _assets(folder / ASSETS)
     loop = folder / "loop.yaml"
@@ -54,14 +51,10 @@ def main(folder: Path, life: int, on_resume: str) -> None:
     journal = Journal(journal_path(folder, life))
     overrides = (
         *OVERRIDES,
-        f"+exp_manager.on_resume={on_resume}",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loop}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=seeds",
     )
-    session.run(
-        make_config(assets, folder, overrides),
-        prepare=partial(observe, journal=journal, gap=_GAP if on_resume == "keep" else 0.0),
-    )
+    session.run(make_config(assets, folder, overrides), prepare=partial(observe, journal=journal))
 
 
 def _assets(folder: Path) -> Assets:
@@ -70,7 +63,7 @@ def _assets(folder: Path) -> Assets:
     return Assets(folder / "model", folder / "train.parquet", folder / "val.parquet", folder / "reward.py")
 
 
-def observe(trainer: Any, journal: Journal, gap: float) -> None:
+def observe(trainer: Any, journal: Journal) -> None:
     """Let a trainer that was not initialised yet write into a journal.
 
     ``loaded``: where it resumed. ``phase``: what begins, or is done, in which step. ``arrived``: rollouts that were
@@ -80,7 +73,6 @@ def observe(trainer: Any, journal: Journal, gap: float) -> None:
     Args:
         trainer: of verl.
         journal: to write into.
-        gap: seconds to wait before a step's rollouts enter the pool.
     """
 
     def phase(name: str) -> None:
@@ -91,8 +83,6 @@ def observe(trainer: Any, journal: Journal, gap: float) -> None:
         acknowledgements = _Acknowledgements(session, journal)
         journal.note("loaded", step=trainer.global_steps, run=session._run, **_pool(session.hook.manager))
         _wrap(session, "save", after=partial(phase, "cut"))
-        if gap:
-            _wrap(session.hook, "rollouts_done", before=partial(time.sleep, gap))
         threading.Thread(target=acknowledgements.run, daemon=True).start()
 
     _wrap(trainer, "_load_checkpoint", after=loaded)
@@ -169,4 +159,4 @@ class _Acknowledgements:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), int(sys.argv[2]))

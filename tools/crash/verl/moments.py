@@ -46,11 +46,6 @@ SAVING = Moment("saving", 0.006, (SAVE_EVERY, 2 * SAVE_EVERY))
 SAVED = Moment("saved", 0.02, (SAVE_EVERY,))
 MOMENTS = (FIRST_CUT, GENERATION, ARRIVED, UPDATE, CUT, SCORING, SAVING, SAVED)
 """In this order, over and over."""
-ACKNOWLEDGED = "acknowledged"
-FIRST_ACKNOWLEDGED = Moment(ACKNOWLEDGED, 0.1, (SAVE_EVERY,))
-"""A step's rollouts are committed, what the pool makes of them perhaps not; there may be no checkpoint yet."""
-KEEP_MOMENTS = (FIRST_ACKNOWLEDGED, *MOMENTS)
-"""The same, where all that is acknowledged must be in the next pool."""
 
 
 class JournalReader:

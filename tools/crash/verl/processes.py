@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from tools.crash.processes import ProcessTree
-from trainer_hooks.verl.config import OnResume
 
 
 class Driver(ProcessTree):
@@ -15,9 +14,8 @@ class Driver(ProcessTree):
     Args:
         folder: the campaign's.
         life: number of the driver.
-        on_resume: how it takes up the pool.
     """
 
-    def __init__(self, folder: Path, life: int, on_resume: OnResume) -> None:
-        command = [sys.executable, "-m", "tools.crash.verl.child", str(folder), str(life), on_resume]
+    def __init__(self, folder: Path, life: int) -> None:
+        command = [sys.executable, "-m", "tools.crash.verl.child", str(folder), str(life)]
         super().__init__(command, folder / f"driver_{life:03d}.log")

@@ -44,11 +44,7 @@ def fresh_of(step: TrainedStep) -> list[int]:
 
 
 def check_ledger(
-    folder: Path,
-    present: Container[int],
-    step: int,
-    finished: Mapping[int, set[int]] | None,
-    report: Callable[[str], None],
+    folder: Path, present: Container[int], step: int, finished: Mapping[int, set[int]], report: Callable[[str], None]
 ) -> None:
     """Check what was trained: every step once, no rollout twice, and none generated again that had finished.
 
@@ -56,8 +52,7 @@ def check_ledger(
         folder: the campaign's.
         present: ids of the recorded rollouts.
         step: of the newest checkpoint; 0 = none.
-        finished: rollouts of interrupted steps, all of which the repeated step trains; None = it may replay rollouts of
-            lost weights instead.
+        finished: rollouts of interrupted steps, all of which the repeated step trains.
         report: gets each problem.
     """
     try:
@@ -68,8 +63,7 @@ def check_ledger(
         return
     # A kill may interrupt the last record.
     for problem in ledger.audit(dataclasses.replace(contents, torn=0)).problems:
-        if finished is not None or "version is after the policy's" not in problem:
-            report(f"ledger: {problem}")
+        report(f"ledger: {problem}")
     if list(contents.steps) != list(range(1, len(contents.steps) + 1)) or len(contents.steps) < step:
         report(f"the ledger has steps {list(contents.steps)}, the checkpoint is of step {step}")
     for number, trained in contents.steps.items():
@@ -78,7 +72,7 @@ def check_ledger(
             report(f"step {number} trained a fresh rollout twice: {fresh}")
         if lost := [rollout for rollout in trained.rows["trajectory"].tolist() if rollout not in present]:
             report(f"step {number} trained rollouts {lost}, which are not recorded")
-        if again := (finished or {}).get(number, set()) - set(fresh):
+        if again := finished.get(number, set()) - set(fresh):
             report(f"step {number} did not train rollouts {sorted(again)}, which had finished before a kill")
 
 
