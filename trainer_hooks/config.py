@@ -50,8 +50,6 @@ class ExperienceReplayConfig(PoolOptions):
             (``separate``).
         store: ``path``, and optionally ``format`` and ``capacity``, of the buffer that keeps the pool; ``None`` = in
             memory.
-        prepare_in_background: whether a thread reads, scores and chooses the histories while the rollouts are made; the
-            choice is the same.
         off_policy_shaping: gamma > 0 replaces the off-policy ratio r by r / (r + gamma); ``None`` (in files also
             ``none``) does not.
         drop_negative_off_policy: whether replayed tokens with a negative advantage have no loss.
@@ -72,7 +70,6 @@ class ExperienceReplayConfig(PoolOptions):
     exp_is_correct: bool = True
     group_offpolicy: GroupOffPolicy = "shared"
     store: Annotated[Mapping[str, Any] | None, store_options] = None
-    prepare_in_background: bool = False
     off_policy_shaping: Annotated[float | None, _shaping] = None
     drop_negative_off_policy: bool = False
     clip_off_policy: bool = True

@@ -33,12 +33,12 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from trainer_hooks import metrics
-from trainer_hooks.background import ReplayParts
 from trainer_hooks.batch import Batch, BatchRow
 from trainer_hooks.completion import HandedOver, check_lengths, completed_rollouts
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.losses import LossOptions
 from trainer_hooks.masks import compute_response_mask, regularizer_masks, replace_recorded_old_log_probs
+from trainer_hooks.parts import ReplayParts
 from trainer_hooks.plan import MixedTasks, PlannedTask, rows_of_plan, with_replacements
 from trainer_hooks.replay import CurrentEntropy, ExperienceManager
 from trainer_hooks.replay.contract import task_id_of
@@ -72,8 +72,7 @@ class ReplayHook(Closing, Generic[Task]):
         tokenizer: of the trainer, as Hugging Face's, with its chat template; or a ``MessageTokenizer``, which can also
             make several rows of a conversation (``linear_think``). It makes rows of histories that have messages only,
             as in AgentEvolver's pools; without it such pools are refused on load.
-        current_entropy: mean entropy of trajectories under the current policy, for choosing among histories. With
-            ``prepare_in_background`` it is called by a thread while the rollouts are made.
+        current_entropy: mean entropy of trajectories under the current policy, for choosing among histories.
         task_text: returns a task's text; ``task_sampling: similar`` needs it.
         task_prompt: returns a task's prompt, messages or token ids [P]; histories that do not begin with it are not
             drawn. An empty one matches every history of the task: for prompts with a clock or a first observation.
@@ -138,7 +137,7 @@ class ReplayHook(Closing, Generic[Task]):
             n_rollout, max_prompt_length=max_prompt_length, max_response_length=max_response_length
         )
         self._store = config.open_store() if config.enable and rollouts is None and store is None else store
-        self._made: ReplayParts[Task] | None = None
+        self._replay: ReplayParts[Task] | None = None
         self._recorder: StepRecorder | None = None
         try:
             if ledger is not None:
@@ -159,7 +158,7 @@ class ReplayHook(Closing, Generic[Task]):
                 rows=RowPrompts(get_task, task_prompt),
                 draws_ahead=whole("draws_ahead", draws_ahead, 0),
             )
-            self._made = ReplayParts(config, manager, get_task, task_text)
+            self._replay = ReplayParts(config, manager, get_task, task_text)
         except BaseException:
             self.close()
             raise
@@ -194,21 +193,17 @@ class ReplayHook(Closing, Generic[Task]):
         return MixedTasks(tuple(experience), tuple(on_policy))
 
     def before_rollout(self, mixed: MixedTasks[Task]) -> list[PlannedTask[Task]]:
-        """Draw the histories; return all tasks, experience tasks first. Every task has ``n_rollout`` rows in all.
-
-        With ``prepare_in_background`` they are drawn while the rollouts are made; reading them, or calling the hook,
-        waits for them. They are the same histories, but a damaged record leaves its task one row short.
-        """
+        """Draw the histories; return all tasks, experience tasks first. Every task has ``n_rollout`` rows in all."""
         replay = self._replay
         if replay is None:
             return [PlannedTask(task, self._n_rollout, ()) for task in mixed.on_policy]
         with replay.figures.times.measure("before_rollout"):
-            histories = replay.coming(mixed.experience)
+            histories = replay.draw(mixed.experience)
             fresh = replay.collate.fresh_rollouts(mixed.experience, mixed.on_policy, histories)
         tasks = (*mixed.experience, *mixed.on_policy)
         replay.ask(zip(tasks, fresh, strict=True))
         # A task may appear twice; it has history only as an experience task.
-        histories_of_tasks = [histories.get(task_id_of(task), ()) for task in mixed.experience]
+        histories_of_tasks = [tuple(histories.get(task_id_of(task), ())) for task in mixed.experience]
         histories_of_tasks += [()] * len(mixed.on_policy)
         return [
             PlannedTask(task, count, held) for task, count, held in zip(tasks, fresh, histories_of_tasks, strict=True)
@@ -219,15 +214,14 @@ class ReplayHook(Closing, Generic[Task]):
     ) -> list[PlannedTask[Task]]:
         """Return the rollouts to make in place of histories that cannot join the batch; usually none.
 
-        Without ``task_prompt`` a history is first compared with the prompts of its task's rollouts in this run; and
-        with ``prepare_in_background`` a damaged record is noticed late. Make these rollouts and append them to
-        ``fresh`` before :meth:`batch_rows`; otherwise such tasks have fewer rows.
+        Without ``task_prompt`` a history is first compared with the prompts of its task's rollouts in this run. Make
+        these rollouts and append them to ``fresh`` before :meth:`batch_rows`; otherwise such tasks have fewer rows.
 
         Args:
             plan: from :meth:`before_rollout`.
             fresh: the rollouts made, in the order of the plan.
         """
-        if self._made is None:
+        if self._replay is None:
             return []
         fresh = whole_sessions(fresh)
         pairs = zip(plan, self._joining(plan, fresh), strict=True)
@@ -245,12 +239,12 @@ class ReplayHook(Closing, Generic[Task]):
             ConfigurationError: there are more or fewer rollouts than planned, or they are in another order.
         """
         fresh = whole_sessions(fresh)
-        if self._made is None:
+        if self._replay is None:
             return rows_of_plan(plan, fresh, self.config.group_offpolicy)
         joining = self._joining(plan, fresh)
         if len(fresh) != sum(planned.fresh_rollouts for planned in plan):
             joining, fresh = with_replacements(plan, joining, fresh)
-        self._made.joined(plan, joining)
+        self._replay.joined(plan, joining)
         return rows_of_plan(joining, fresh, self.config.group_offpolicy)
 
     def _joining(self, plan: Sequence[PlannedTask[Task]], fresh: Sequence[AgentTrajectory]) -> list[PlannedTask[Task]]:
@@ -524,13 +518,6 @@ class ReplayHook(Closing, Generic[Task]):
             self._replay.begin()
 
     @property
-    def _replay(self) -> ReplayParts[Task] | None:
-        """The parts of an enabled hook, after waiting for histories being drawn."""
-        if self._made is not None:
-            self._made.settle()
-        return self._made
-
-    @property
     def manager(self) -> ExperienceManager | None:
         """The pool; ``None`` if disabled."""
         return None if self._replay is None else self._replay.manager
@@ -538,6 +525,6 @@ class ReplayHook(Closing, Generic[Task]):
     def close(self) -> None:
         """Flush and close the pool's store and the ledger. Idempotent."""
         with ExitStack() as closing:
-            for part in (self._recorder, self._store, self._made):
+            for part in (self._recorder, self._store, self._replay):
                 if part is not None:
                     closing.callback(part.close)

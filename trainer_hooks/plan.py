@@ -40,8 +40,7 @@ class PlannedTask(Generic[Task]):
     Attributes:
         task: as given by the trainer.
         fresh_rollouts: number of rollouts to make.
-        histories: its replayed trajectories. With ``prepare_in_background`` their number is known at once, and reading
-            one waits for all.
+        histories: its replayed trajectories.
     """
 
     task: Task

@@ -66,8 +66,8 @@ def test_demonstrations_have_the_policys_log_probs_and_are_not_rows_of_unknown_a
 
 
 def names_of_a_run() -> set[str]:
-    """Return figure names of a run with demonstrations, losses and background drawing."""
-    config = ExperienceReplayConfig(enable=True, task_sampling="similar", prepare_in_background=True)
+    """Return figure names of a run with demonstrations and losses."""
+    config = ExperienceReplayConfig(enable=True, task_sampling="similar")
     names: set[str] = set()
     with ReplayHook(config, n_rollout=N, get_task=str, task_text=str) as replay:
         made = roll_out([PlannedTask(task, 1, ()) for task in TASKS], step=0)

@@ -40,7 +40,7 @@ for value, names in (
     (2.5, "cliprange_low cliprange_high off_cliprange_high clip_ratio_c off_policy_shaping learning_rate"),
     (2.5, "entropy_coeff max_grad_norm"),
     (True, "enable unsolved_first drop_negative_off_policy clip_off_policy use_current_policy_entropy text reuse"),
-    (True, "exp_is_correct prepare_in_background enable_summarizer enable_context_generator val_summarizer_save"),
+    (True, "exp_is_correct enable_summarizer enable_context_generator val_summarizer_save"),
     (True, "in_turns init_experience_before_training ledger"),
     ("x", "ledger workspace_id path key"),
 ):
@@ -101,7 +101,6 @@ def test_keys_of_configurations_are_refused_by_name(kind: type[Any]) -> None:
         ("compute_grpo_outcome_advantage", {"response_mask": torch.ones(2, 1)}),
         ("compute_grpo_outcome_advantage", {"index": [0]}),
         # Values that would be accepted silently without validation.
-        ("filled.count_offpolicy", {"tasks": "ab"}),
         ("filled.get_all_candidates_batch", {"tasks": "ab"}),
         ("filled.load_experience_pool_from_disk", {"same_run": "false"}),
         ("collate.__call__", {"enable_replay": "false"}),

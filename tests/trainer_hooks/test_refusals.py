@@ -126,7 +126,6 @@ def test_histories_of_another_prompt_are_counted_replaced_and_drawn_no_more(repl
         log_probs = torch.full(batch.tensors["responses"].shape, -0.5)
         figures = hook.step_done(batch, fresh, log_probs, log_probs)
         assert figures["experience_replay/histories_refused/other_prompt"] == 1.0
-        assert figures["experience_replay/histories_refused/unreadable"] == 0.0
         assert hook.manager.difficulty2task_dict == {2: ("a",)}
         plan = hook.before_rollout(hook.tasks_chosen(["a"], 0.5, 2))
         assert [history.rollout_id for history in plan[0].histories] in (["x"], ["third"])

@@ -268,7 +268,6 @@ def test_ages_ratios_and_groups_are_those_of_the_store(
         *REPLAY,
         f"+exp_manager.experience_replay.max_policy_age={LONGEST_AGE}",
         "+exp_manager.experience_replay.exp_ratio=1.0",
-        "+exp_manager.experience_replay.prepare_in_background=true",
         f"trainer.v1.trainer_mode={mode}",
         f"trainer.total_training_steps={steps}",
         "trainer.save_freq=1",

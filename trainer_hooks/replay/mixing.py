@@ -210,10 +210,6 @@ class ExperienceMixCollateFn(Generic[Task]):
             histories.setdefault(trajectory.task_id, []).append(trajectory)
         return histories
 
-    def count_histories(self, experience_tasks: Sequence[Task]) -> dict[str, int]:
-        """Return, for each task that has any, how many histories :meth:`get_histories` will find; draws nothing."""
-        return self._manager.count_offpolicy(experience_tasks, self._histories)
-
     def fresh_rollouts(
         self,
         experience_tasks: Sequence[Task],

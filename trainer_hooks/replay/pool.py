@@ -397,15 +397,6 @@ class ExperienceManager:
             chosen.extend(self._replayed(records))
         return chosen
 
-    def count_offpolicy(self, tasks: Sequence[Any], n: int = 1) -> dict[str, int]:
-        """Return, for each task that has any, how many histories :meth:`get_offpolicy_batch` will find.
-
-        Nothing is drawn, scored or read; damaged records reduce the number later.
-        """
-        whole("n", n, 0)
-        held = {task: self._state.eligible(task, self.rules, self.training_step) for task in task_ids_of(tasks)}
-        return {task: min(n, len(entries)) for task, entries in held.items() if n and entries}
-
     def get_all_candidates_batch(self, tasks: Sequence[Any]) -> dict[str, list[AgentTrajectory]]:
         """Return, for each task that has any, all histories that may be drawn now, oldest first, as marked copies."""
         names = task_ids_of(tasks)

@@ -137,7 +137,7 @@ class ReplaySession:
     @property
     def replays(self) -> bool:
         """True if rows are replayed, False if they are only recorded."""
-        return self._block.experience_replay.enable  # the hook would wait for histories being drawn
+        return self._block.experience_replay.enable
 
     # ---- before the rollouts ----
 

@@ -157,7 +157,6 @@ def test_prompts_may_say_how_many_sessions_they_have(make_session: MakeSession) 
     assert session._histories.asked == {"one": 1, "two": 1, "usual": 2, "many": 5}
 
 
-@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
     ("changed", "left_out", "joining"),
     [
@@ -172,7 +171,6 @@ def test_histories_that_do_not_fit_are_refused_and_told(
     changed: dict[str, Any],
     left_out: dict[str, float],
     joining: int,
-    background: bool,
     make_session: MakeSession,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -180,7 +178,7 @@ def test_histories_that_do_not_fit_are_refused_and_told(
     first = make_session()
     plane.fill(first)
     first.close()
-    session = make_session(prepare_in_background=background, **changed)
+    session = make_session(**changed)
     asks = changed.get("asks", range(4))
     plan = session.plan(TASKS, 0.5, 2)
     assert [item.fresh_rollouts for item in plan] == [N - joining] * 4
@@ -242,8 +240,7 @@ def test_replayed_rows_have_every_column_and_the_mask(make_session: MakeSession)
 
 @pytest.mark.parametrize("correct", [True, False])
 def test_scoring_gives_replayed_rows_their_recorded_log_probs(correct: bool, make_session: MakeSession) -> None:
-    # Every other run draws in the background.
-    session = make_session(exp_is_correct=correct, prepare_in_background=correct)
+    session = make_session(exp_is_correct=correct)
     plane.fill(session)
     histories = plane.expecting(session)
     joined = session.join(plane.put([row for index in range(4) for row in rollouts(f"u{index}", N - 1, index)]))
@@ -266,7 +263,7 @@ def test_scoring_gives_replayed_rows_their_recorded_log_probs(correct: bool, mak
 
 
 def test_histories_of_tasks_like_the_batchs_own(make_session: MakeSession) -> None:
-    session = make_session(task_sampling="similar", exp_ratio=0.5, prepare_in_background=True)
+    session = make_session(task_sampling="similar", exp_ratio=0.5)
     plane.fill(session)
     plan = session.plan(["sums:1", "sums:3", "sums:0", "sums:2"], 0.5, 2)
     assert [item.task for item in plan if item.histories] == ["sums:1", "sums:3"]

@@ -1,13 +1,11 @@
-"""The parts of a replay hook, with histories drawn in a background thread."""
+"""The parts of a replay hook."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import ReplayFigures, ReplayWatch
@@ -21,36 +19,6 @@ logger = logging.getLogger(__name__)
 
 Task = TypeVar("Task")
 """A task id, or an object with a ``task_id``."""
-
-Drawn = Mapping[str, Sequence[AgentTrajectory]]
-"""Histories by task."""
-
-
-class ComingHistories(Sequence[AgentTrajectory]):
-    """The histories of one task. Their number is known at once; reading one waits for the draw.
-
-    Args:
-        drawn: future of the histories.
-        task: their task.
-        count: expected number; damaged records reduce it.
-    """
-
-    def __init__(self, drawn: Future[Drawn], task: str, count: int) -> None:
-        self._drawn = drawn
-        self._task = task
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, place: int) -> AgentTrajectory: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[AgentTrajectory]: ...
-
-    def __getitem__(self, place: int | slice) -> AgentTrajectory | Sequence[AgentTrajectory]:
-        return self._drawn.result().get(self._task, ())[place]
 
 
 class ReplayParts(Generic[Task]):
@@ -86,14 +54,6 @@ class ReplayParts(Generic[Task]):
         """True once the pool with which the run begins is known: the store's, or a checkpoint's."""
         self.asked: Counter[str] = Counter()
         """Rollouts requested in this step, by task."""
-        self.pending: Future[Drawn] | None = None
-        """Histories being drawn by the thread; until then nothing else may use the pool."""
-        self.drawing: int | None = None
-        """Id of the thread while it draws."""
-        self.executor: ThreadPoolExecutor | None = None
-        """Its one thread draws histories; ``None``: they are drawn synchronously."""
-        if config.prepare_in_background:
-            self.executor = ThreadPoolExecutor(1, thread_name_prefix="trajstore-histories")
 
     def begin(self) -> None:
         """Begin with the pool as stored, unless a state was restored; called before each step.
@@ -145,50 +105,15 @@ class ReplayParts(Generic[Task]):
         """
         self.ask((planned.task, planned.fresh_rollouts) for planned in joining)
         histories = [history for planned in joining for history in planned.histories]
-        read = sum(len(list(planned.histories)) for planned in plan)
         drawn = sum(len(planned.histories) for planned in plan)
-        self.figures.note_joined(histories, {"other_prompt": read - len(histories), "unreadable": drawn - read})
+        self.figures.note_joined(histories, {"other_prompt": drawn - len(histories)})
 
-    def coming(self, tasks: Sequence[Task]) -> Drawn:
-        """Return the histories of tasks, drawn now or by the thread."""
-        if self.executor is None:
-            drawn = self.collate.get_histories(tasks)
-            self.figures.note_drawn(drawn, self.collate.asked_share)
-            return {task: tuple(held) for task, held in drawn.items()}
-        counts = self.collate.count_histories(tasks)
-        self.pending = pending = self.executor.submit(self._draw, tasks)
-        return {task: ComingHistories(pending, task, count) for task, count in counts.items()}
-
-    def _draw(self, tasks: Sequence[Task]) -> Drawn:
-        """Draw the histories of tasks, in the thread."""
-        self.drawing = threading.get_ident()
-        try:
-            with self.figures.times.measure("histories_in_background"):
-                return self.collate.get_histories(tasks)
-        finally:
-            self.drawing = None
-
-    def settle(self) -> None:
-        """Wait for histories being drawn; re-raises the thread's exception."""
-        pending = self.pending
-        if pending is None or self.drawing == threading.get_ident():
-            return  # the trainer's scoring function may use the hook
-        try:
-            with self.figures.times.measure("waited_for_histories"):
-                drawn = pending.result()
-        finally:
-            if pending.done():  # False after Ctrl-C
-                self.pending = None
+    def draw(self, tasks: Sequence[Task]) -> dict[str, list[AgentTrajectory]]:
+        """Return the histories of tasks."""
+        drawn = self.collate.get_histories(tasks)
         self.figures.note_drawn(drawn, self.collate.asked_share)
+        return drawn
 
     def close(self) -> None:
-        """End the thread, and log the tasks that still wait."""
-        pending, self.pending = self.pending, None
-        if self.executor is not None:
-            self.executor.shutdown()
-        if pending is not None:
-            try:
-                pending.result()
-            except Exception as error:  # of the trainer's function or the store; the histories are unused
-                logger.warning("experience replay: histories that were under way at the end failed: %r", error)
+        """Log the tasks that still wait."""
         self.watch.closed()
