@@ -31,9 +31,6 @@ def _shaping(name: str, value: Any) -> float | None:
 class ExperienceReplayConfig(PoolOptions):
     """The keys of ``exp_manager.experience_replay`` and their defaults: those of the pool, and these.
 
-    ``use_current_policy_entropy`` needs the hook's ``current_entropy``; then the policy scores the histories of each
-    experience task that has more of them than are drawn. verl has none, and its default is false.
-
     Attributes:
         enable: whether anything is replayed. If not, no pool is opened, and every call of the hook returns its input.
         replay_start_ratio: training progress in [0, 1] before which nothing is replayed, although the pool fills.
@@ -110,17 +107,8 @@ class ExperienceReplayConfig(PoolOptions):
             result.pool_rules(n_rollout)
         return result
 
-    def warn(self, *, knows_entropy: bool) -> None:
-        """Log options that have no effect, or a surprising one.
-
-        Args:
-            knows_entropy: whether the trainer provides the entropy of trajectories under the current policy.
-        """
-        if self.use_current_policy_entropy and not knows_entropy and self.exp_select_mode in ("argmin", "argmax"):
-            logger.warning(
-                "experience replay: use_current_policy_entropy: true has no effect: the trainer has no current_entropy,"
-                " so the saved entropy decides. Set it to false"
-            )
+    def warn(self) -> None:
+        """Log options with a surprising effect."""
         if self.save_filter == "positive":
             logger.warning(
                 "experience replay: save_filter: positive lets every outcome above 0 in: rollouts below"

@@ -72,7 +72,8 @@ class ReplayHook(Closing, Generic[Task]):
         tokenizer: of the trainer, as Hugging Face's, with its chat template; or a ``MessageTokenizer``, which can also
             make several rows of a conversation (``linear_think``). It makes rows of histories that have messages only,
             as in AgentEvolver's pools; without it such pools are refused on load.
-        current_entropy: mean entropy of trajectories under the current policy, for choosing among histories.
+        current_entropy: mean entropy of trajectories under the current policy, for choosing among histories. It scores
+            those of each experience task that has more than are drawn. ``None``: the recorded entropy decides.
         task_text: returns a task's text; ``task_sampling: similar`` needs it.
         task_prompt: returns a task's prompt, messages or token ids [P]; histories that do not begin with it are not
             drawn. An empty one matches every history of the task: for prompts with a clock or a first observation.
@@ -162,7 +163,7 @@ class ReplayHook(Closing, Generic[Task]):
         except BaseException:
             self.close()
             raise
-        config.warn(knows_entropy=current_entropy is not None)
+        config.warn()
 
     # ---- the fixed points of a step ----
 

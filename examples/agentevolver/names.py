@@ -216,7 +216,9 @@ class ExperienceManager(Pool):
                 "n_rollout: the configuration has no actor_rollout_ref.rollout.n; give the whole configuration, or"
                 " n_rollout="
             )
-        replay = ExperienceReplayConfig.from_mapping(_lookup(section, "experience_replay") or {})
+        keys = dict(_lookup(section, "experience_replay") or {})
+        self.use_current_policy_entropy = bool(keys.pop("use_current_policy_entropy", True))
+        replay = ExperienceReplayConfig.from_mapping(keys)
         super().__init__(replay.pool_rules(n), **pool)
         self.replay_start_ratio = replay.replay_start_ratio
         self.guidance = GuidanceConfig.from_config(self.config)
@@ -373,7 +375,7 @@ class ExperienceManager(Pool):
         """
         current = self.current_entropy
         try:
-            if use_saved_entropy:
+            if use_saved_entropy or not self.use_current_policy_entropy:
                 self.current_entropy = None
             return super().get_offpolicy_batch(tasks, num_trajectories_per_task)
         finally:

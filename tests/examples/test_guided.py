@@ -33,7 +33,7 @@ def make_trainer(*, replay: bool = False, **guidance: Any) -> ReferenceTrainer:
         n_rollout=4,
         warm_start_steps=20,
         guidance=GuidanceConfig(**{**GUIDANCE, **guidance}),
-        replay=ExperienceReplayConfig(enable=replay, use_current_policy_entropy=False),
+        replay=ExperienceReplayConfig(enable=replay),
     )
     trainer = ReferenceTrainer(config, SortEnvironment(lengths=(2,), tasks_per_length=6))
     trainer.warm_start()

@@ -219,11 +219,10 @@ def test_tasks_that_still_wait_at_the_end_of_a_run_are_told(caplog: pytest.LogCa
 def test_options_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         hook(save_filter="positive")
-    assert "use_current_policy_entropy: true has no effect" in caplog.text
     assert "save_filter: positive lets every outcome above 0 in" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        replay = hook(use_current_policy_entropy=False, replay_start_ratio=0.02)
+        replay = hook(replay_start_ratio=0.02)
         assert not caplog.messages
         for step in (1, 2, 3):
             do_step(replay, step)

@@ -63,7 +63,7 @@ def test_masks_are_1_exactly_on_the_messages_of_the_model(make: Train, config: T
 
 
 def test_a_training_in_which_each_turn_is_a_row() -> None:
-    options = replay(offpolicy_trajectories_per_task=2, experience_rbound=None, use_current_policy_entropy=True)
+    options = replay(offpolicy_trajectories_per_task=2, experience_rbound=None)
     config = replace(HOUSEHOLD, rows="turns", row_weight="rollout", steps=8, replay=options)
     replayed_rows = several = 0
     with ReferenceTrainer(config, environment(config)) as trainer:

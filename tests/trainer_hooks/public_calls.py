@@ -41,7 +41,7 @@ def rollouts(count: int = 2) -> list[AgentTrajectory]:
 
 
 def replay_hook() -> ReplayHook[str]:
-    config = ExperienceReplayConfig(enable=True, use_current_policy_entropy=False)
+    config = ExperienceReplayConfig(enable=True)
     hook: ReplayHook[str] = ReplayHook(config, n_rollout=4, get_task=dict(zip(TASKS, TASKS, strict=True)).get)
     hook.tasks_chosen(TASKS, 0.5, 1)
     hook.admit(rollouts())

@@ -30,7 +30,6 @@ def test_nothing_said_is_the_defaults() -> None:
     """``verl/test_config.py`` compares the other defaults with the how-to's file."""
     config = ExperienceReplayConfig()
     assert (config.store, config.success_threshold) == (None, 1.0)
-    assert config.use_current_policy_entropy
     assert ExperienceReplayConfig.from_mapping({}) == config
     assert ExperienceReplayConfig.from_mapping(dataclasses.asdict(config)) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -45,7 +44,6 @@ def test_every_rule_of_the_pool_is_that_of_the_configuration() -> None:
         "exp_select_mode": "argmax",
         "policy_versions": "spread",
         "in_turns": True,
-        "use_current_policy_entropy": False,
         "replay_difficulty": 2,
         "success_threshold": 0.5,
         "save_filter": "best",

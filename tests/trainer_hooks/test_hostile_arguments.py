@@ -39,7 +39,7 @@ for value, names in (
     (2.5, "success_threshold min_reward success experience_lbound experience_rbound retrieve_timeout summary_timeout"),
     (2.5, "cliprange_low cliprange_high off_cliprange_high clip_ratio_c off_policy_shaping learning_rate"),
     (2.5, "entropy_coeff max_grad_norm"),
-    (True, "enable unsolved_first drop_negative_off_policy clip_off_policy use_current_policy_entropy text reuse"),
+    (True, "enable unsolved_first drop_negative_off_policy clip_off_policy text reuse"),
     (True, "exp_is_correct enable_summarizer enable_context_generator val_summarizer_save"),
     (True, "in_turns init_experience_before_training ledger"),
     ("x", "ledger workspace_id path key"),

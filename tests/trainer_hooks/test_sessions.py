@@ -146,7 +146,7 @@ def advantages_by_hand(rows: Sequence[AgentTrajectory]) -> list[float]:
     ]
 
 
-RULES = PoolRules(n_rollout=4, max_trajectories_per_task=4, use_current_policy_entropy=False)
+RULES = PoolRules(n_rollout=4, max_trajectories_per_task=4)
 
 
 def scored(rows: Sequence[AgentTrajectory]) -> list[AgentTrajectory]:

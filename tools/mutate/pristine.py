@@ -27,7 +27,7 @@ from trajstore.trajectory import AgentTrajectory, Reward
 Content = Literal["step", "agent", "pool"]
 """Contents of a directory: witnesses, a pool's journal of agent trajectories, or a pool as three files."""
 
-RULES = PoolRules(n_rollout=4, experience_rbound=4, max_trajectories_per_task=3, use_current_policy_entropy=False)
+RULES = PoolRules(n_rollout=4, experience_rbound=4, max_trajectories_per_task=3)
 
 
 @dataclass(frozen=True)

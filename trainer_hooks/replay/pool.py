@@ -729,7 +729,7 @@ class ExperienceManager:
 
         All of them are used or none, since current and saved entropies do not compare. The first failure is logged.
         """
-        if self.current_entropy is None or not self.rules.use_current_policy_entropy:
+        if self.current_entropy is None:
             return {}
         wanted = self._undecided(tasks, n)
         while len(records := self._ledger.read(wanted)) < len(wanted):  # some have left the pool

@@ -37,8 +37,6 @@ class PoolOptions(Settings):
         max_policy_age: training steps after which a trajectory is no longer drawn. A trajectory whose version is
             unknown, or newer than the current step, has no known age and is not drawn either.
         min_reward: lowest outcome of a trajectory that may be drawn.
-        use_current_policy_entropy: whether ``exp_select_mode`` uses the entropy under the current policy, if the
-            trainer provides it.
         replay_difficulty: the only bucket from which tasks are drawn.
         task_sampling: how tasks are drawn: evenly (``by_task``), by difficulty (``by_difficulty``, ``normal``,
             ``linear``, ``sqrt``, ``linear_clip``), or ``similar`` to the tasks of the batch.
@@ -58,7 +56,6 @@ class PoolOptions(Settings):
     max_trajectories_per_task: Count = 10
     max_policy_age: Whole | None = None
     min_reward: Number | None = None
-    use_current_policy_entropy: bool = True
     replay_difficulty: Whole | None = None
     task_sampling: TaskSampling = "by_task"
     seed: Whole = 1234

@@ -197,8 +197,6 @@ class ReplayBlock:
             raise ConfigurationError(
                 f"{REPLAY_SECTION}.success_threshold: an outcome is 1 from {SECTION}.outcome.success on; set that"
             )
-        # True is refused: it would need a pass of the actor while the rollout engine holds the memory.
-        replay.setdefault("use_current_policy_entropy", False)
         rollout = config.actor_rollout_ref.rollout
         n_rollout = whole("actor_rollout_ref.rollout.n", rollout.n, 1)
         result = ReplayBlock(
@@ -276,11 +274,6 @@ def _contradictions(config: Any, block: ReplayBlock) -> Iterator[str]:
         yield (
             f"{REPLAY_SECTION}.store.path: {replay.store['path']}, would have copies of the rollouts in"
             f" {block.recording_path}, among which the pool chooses; leave out {REPLAY_SECTION}.store"
-        )
-    if replay.enable and replay.use_current_policy_entropy:
-        yield (
-            f"{REPLAY_SECTION}.use_current_policy_entropy: true, but verl's actor computes no entropies before the"
-            " rollouts of a step; set false, which chooses by the recorded entropy"
         )
     estimator = str(config.algorithm.adv_estimator)
     if replay.enable and estimator in ("gae", "remax", "reinforce_plus_plus"):

@@ -62,7 +62,7 @@ def test_a_configuration_without_the_block_records_and_replays_nothing(override_
     assert block.sampling != block_of(override_verl, "actor_rollout_ref.rollout.temperature=0.5").sampling
     assert block.sampling == block_of(override_verl, "actor_rollout_ref.rollout.gpu_memory_utilization=0.3").sampling
     assert dataclasses.replace(block, sampling="") == ReplayBlock(
-        experience_replay=ExperienceReplayConfig(enable=False, use_current_policy_entropy=False),
+        experience_replay=ExperienceReplayConfig(enable=False),
         recording=RecordingConfig(path=None, format="pt", capacity=None, on_error="raise"),
         outcome=OutcomeRule(key=None, success=1.0),
         folder=folder,
@@ -122,6 +122,7 @@ WRONG = {
     "+exp_manager.outcome=1": "exp_manager.outcome: must be a mapping",
     f"+{REPLAY}=true": f"{REPLAY}: must be a mapping",
     f"+{REPLAY}.exp_ration=0.5": f"{REPLAY}: exp_ration: unknown key",
+    f"+{REPLAY}.use_current_policy_entropy=false": f"{REPLAY}: use_current_policy_entropy: unknown key",
     "+exp_manager.on_resume=keep": "exp_manager: on_resume: unknown key",
     # recording
     "+exp_manager.recording.path=''": "exp_manager.recording: path: ''",
@@ -354,22 +355,15 @@ def test_document_000_verbatim_is_accepted_with_warnings(
 ) -> None:
     replay = "{enable: true, replay_start_ratio: 0.35, exp_ratio: 0.5, offpolicy_trajectories_per_task: 1"
     reme = "{base_url: 'http://localhost:8001', workspace_id: default, enable_context_generator: true"
-    block = block_of(
+    block_of(
         override_verl,
         f"+exp_manager.experience_replay={replay}, max_trajectories_per_task: 10, off_cliprange_high: 1.0}}",
         f"+exp_manager.reme={reme}, enable_summarizer: true}}",
         "+exp_manager.rollout_expratio=0.1",
     )
-    assert not block.experience_replay.use_current_policy_entropy
     assert "nothing becomes experience: set experience_maker.updated_freq" in caplog.text
     assert "no rollout is guided: train_rollout_expmode is mixed" in caplog.text
     assert "0.1 of the rollouts of a task are none" in caplog.text
-
-
-def test_entropy_under_the_current_policy_is_refused_by_name(override_verl: Compose) -> None:
-    options = (f"+{REPLAY}.enable=true", f"+{REPLAY}.use_current_policy_entropy=true")
-    with pytest.raises(ConfigurationError, match=r"experience_replay\.use_current_policy_entropy: true, but verl's"):
-        block_of(override_verl, *options)
 
 
 def test_kept_experience_goes_with_losses_of_verl(override_verl: Compose) -> None:
