@@ -124,10 +124,10 @@ class ReplayFigures:
         self._asked = asked
         self._histories = [trajectory for held in histories.values() for trajectory in held]
 
-    def note_joined(self, histories: list[AgentTrajectory], refused: Mapping[str, int]) -> None:
-        """Record the histories in the batch, and the number of those drawn that are not, by reason."""
+    def note_joined(self, histories: list[AgentTrajectory], other_prompts: int) -> None:
+        """Record the histories in the batch, and the number of those drawn that answer another prompt."""
         self._histories = histories
-        self._refused = {f"{metrics.PREFIX}histories_refused/{reason}": float(n) for reason, n in refused.items()}
+        self._refused = {f"{metrics.PREFIX}histories_refused/other_prompt": float(other_prompts)}
 
     def note(self, figures: Mapping[str, float]) -> None:
         """Record figures of log-probs; :meth:`take` returns each name's mean."""

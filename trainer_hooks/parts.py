@@ -106,7 +106,7 @@ class ReplayParts(Generic[Task]):
         self.ask((planned.task, planned.fresh_rollouts) for planned in joining)
         histories = [history for planned in joining for history in planned.histories]
         drawn = sum(len(planned.histories) for planned in plan)
-        self.figures.note_joined(histories, {"other_prompt": drawn - len(histories)})
+        self.figures.note_joined(histories, drawn - len(histories))
 
     def draw(self, tasks: Sequence[Task]) -> dict[str, list[AgentTrajectory]]:
         """Return the histories of tasks."""

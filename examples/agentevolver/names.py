@@ -321,10 +321,15 @@ class ExperienceManager(Pool):
             asked: number of requested rollouts by task, instead of ``n_rollout``.
 
         Raises:
-            InvalidTrajectoryError, ConfigurationError: as in the base class.
+            InvalidTrajectoryError: as in the base class.
+            ConfigurationError: both ``asked`` and ``n_rollout`` are given.
         """
         read = list(map(from_agentevolver, trajectories))
-        kept = self._filtered(read, entropys, response_mask, asked, n_rollout)
+        if n_rollout is not None:
+            if asked is not None:
+                raise ConfigurationError("n_rollout: the same as asked for each task; give one of them")
+            asked = {trajectory.task_id: n_rollout for trajectory in read}
+        kept = self._filtered(read, entropys, response_mask, asked)
         means: list[float | None] = [None] * len(read)
         if entropys is not None and response_mask is not None:
             means = [mean_entropy(*row) for row in zip(entropys, response_mask, strict=True)]
@@ -362,6 +367,18 @@ class ExperienceManager(Pool):
 
     def _replayed(self, records: Sequence[tuple[PoolEntry, AgentTrajectory]]) -> list[AgentTrajectory]:
         return [Trajectory.of_history(history) for history in super()._replayed(records)]
+
+    def get_offpolicy_trajectories_from_memory(self, task_id: str, num_trajectories: int = 1) -> list[AgentTrajectory]:
+        """Return the up to ``num_trajectories`` best histories of a task."""
+        return self.get_offpolicy_batch([task_id], num_trajectories)
+
+    def get_all_candidates_batch(self, tasks: Sequence[Any]) -> dict[str, list[AgentTrajectory]]:
+        """Return, for each task that has any, all histories that may be drawn now, oldest first, as marked copies."""
+        names = [getattr(task, "task_id", task) for task in tasks]
+        candidates = {
+            name: self._ledger.read(self._state.eligible(name, self.rules, self.training_step)) for name in names
+        }
+        return {task: self._replayed(held) for task, held in candidates.items() if held}
 
     def get_offpolicy_batch(
         self, tasks: Sequence[Any], num_trajectories_per_task: int = 1, use_saved_entropy: bool = False

@@ -10,7 +10,7 @@ import torch
 
 from tests.replay.conftest import build, rollouts, step
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
-from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -85,8 +85,8 @@ def test_the_k_best_come_out_in_order(mode: str, order: list[int]) -> None:
     for n in range(5):
         manager = pool(exp_select_mode=mode)
         manager.save_trajectories_to_memory([build(tokens=t, entropy=e) for t, e in ((1, 3.0), (2, 1.0), (3, 2.0))])
-        assert numbers(manager.get_offpolicy_trajectories_from_memory("a", n)) == order[:n]
-    assert manager.get_offpolicy_trajectories_from_memory("unknown", 3) == []
+        assert numbers(manager.get_offpolicy_batch(["a"], n)) == order[:n]
+    assert manager.get_offpolicy_batch(["unknown"], 3) == []
 
 
 def test_age_and_reward_filter_what_comes_out() -> None:
@@ -98,11 +98,10 @@ def test_age_and_reward_filter_what_comes_out() -> None:
     )
     manager.global_steps = 10
     assert numbers(manager.get_offpolicy_batch(["a"], 9)) == [1, 4]
-    assert numbers(manager.get_all_candidates_batch(["a", "b"])["a"]) == [1, 4]
     assert manager.get_valid_replay_task_ids() == ["a"]
     manager.global_steps = 15
     assert manager.get_valid_replay_task_ids() == []
-    assert manager.get_all_candidates_batch(["a"]) == {}
+    assert manager.get_offpolicy_batch(["a"], 9) == []
 
 
 def test_the_current_policys_entropy_decides_in_one_call() -> None:
@@ -151,11 +150,7 @@ def test_what_comes_out_is_a_marked_copy() -> None:
     assert given.metadata == pristine.metadata
     given.old_log_probs.zero_()  # type: ignore[union-attr]  # the pool holds copies
     given.metadata["note"].append("changed")
-    for taken in (
-        *manager.get_offpolicy_batch(["a"], 1),
-        *manager.get_all_candidates_batch(["a"])["a"],
-        *manager.task2trajectories["a"],
-    ):
+    for taken in (*manager.get_offpolicy_batch(["a"], 1), *manager.task2trajectories["a"]):
         assert torch.equal(taken.old_log_probs, pristine.old_log_probs)  # type: ignore[arg-type]
         marked = taken.metadata.pop("is_experience_replay", False)
         assert taken.metadata == pristine.metadata
@@ -190,7 +185,7 @@ def test_the_calls_of_agentevolvers_design_work_as_written_there() -> None:
     ones = torch.ones(2, 4)
     solved = rollouts("a", [1, 1], first=10)  # of four
     kept = manager.update_skip_uid_set_and_filter_trajectories(
-        trajectories=solved, n_rollout=4, entropys=ones, response_mask=ones
+        trajectories=solved, asked={"a": 4}, entropys=ones, response_mask=ones
     )
     manager.update_difficulty2task_dict(solved, {"a": 4})
     assert (numbers(kept), manager.skip_uid_set) == ([10, 11], set()), "what did not come back is unknown"
@@ -199,9 +194,6 @@ def test_the_calls_of_agentevolvers_design_work_as_written_there() -> None:
     assert manager.sample_tasks_from_replaypool(difficulty=None, num_tasks=2, strategy="random") == ["a"]
     tasks = [SimpleNamespace(task_id="a")]
     assert len(manager.get_offpolicy_batch(tasks=tasks, num_trajectories_per_task=2)) == 2
-    assert len(manager.get_offpolicy_trajectories_from_memory(task_id="a", num_trajectories=1)) == 1
-    with pytest.raises(ConfigurationError, match="n_rollout: the same as asked"):
-        manager.update_skip_uid_set_and_filter_trajectories(solved, asked={"a": 4}, n_rollout=4)
 
 
 @pytest.mark.parametrize("damage", [{"version": 9}, {"generator": {}}, {"refused": 3}, {"trajectories": {"a": [3]}}])

@@ -148,7 +148,7 @@ METHODS: dict[Callable[[], Any], str] = {
     replay_hook: "tasks_chosen before_rollout replacements batch_rows log_probs_computed replace_log_probs"
     " regularizer_masks loss_computed watch step_done rollouts_done admit load_state_dict resume hold",
     guidance_hook: "before_rollout context finished step_done validated begin wait load_state_dict close",
-    filled: "get_offpolicy_batch get_all_candidates_batch load_experience_pool_from_disk",
+    filled: "get_offpolicy_batch load_experience_pool_from_disk",
     collate: "__call__",
     manager: "allocate_add_exp",
 }

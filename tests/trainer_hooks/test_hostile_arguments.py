@@ -101,7 +101,6 @@ def test_keys_of_configurations_are_refused_by_name(kind: type[Any]) -> None:
         ("compute_grpo_outcome_advantage", {"response_mask": torch.ones(2, 1)}),
         ("compute_grpo_outcome_advantage", {"index": [0]}),
         # Values that would be accepted silently without validation.
-        ("filled.get_all_candidates_batch", {"tasks": "ab"}),
         ("filled.load_experience_pool_from_disk", {"same_run": "false"}),
         ("collate.__call__", {"enable_replay": "false"}),
         ("ExperienceMixCollateFn", {"unsolved_first": "false"}),

@@ -180,7 +180,7 @@ def test_the_pool_counts_keeps_and_draws_whole_sessions(tmp_path: Path, entropys
     with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
         manager = ExperienceManager(RULES, store=store)
         manager.global_steps = 2
-        (history,) = manager.get_offpolicy_trajectories_from_memory("a", 3)
+        (history,) = manager.get_offpolicy_batch(["a"], 3)
         drawn = rows_of(history)
         wanted = sorted(
             (row for row in rows if row.rollout_id == "one"), key=lambda row: row.metadata["session"]["path"]

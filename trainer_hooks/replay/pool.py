@@ -141,8 +141,6 @@ class ExperienceManager:
         entropys: Sequence[torch.Tensor] | torch.Tensor | None = None,
         response_mask: Sequence[torch.Tensor] | torch.Tensor | None = None,
         asked: Mapping[str, int] | None = None,
-        *,
-        n_rollout: int | None = None,
     ) -> list[AgentTrajectory]:
         """Retire the tasks that this step solved, and return the rollouts worth keeping.
 
@@ -155,7 +153,6 @@ class ExperienceManager:
                 from the trajectories (``entry.own_entropy``).
             response_mask: as ``entropys``; 1 where the model wrote. ``None`` with these.
             asked: as for :meth:`update_difficulty2task_dict`.
-            n_rollout: number of rollouts requested of every task, instead of ``asked``.
 
         Returns:
             Copies with ``entropy`` set, and ``policy_version`` where it was unknown, of the rollouts that pass the
@@ -164,10 +161,9 @@ class ExperienceManager:
 
         Raises:
             InvalidTrajectoryError: a trajectory has no ``task_id``, or rows and trajectories differ in number.
-            ConfigurationError: both ``asked`` and ``n_rollout`` are given.
         """
         trajectories = list(map(with_fields_of_metadata, trajectories))
-        kept = self._filtered(trajectories, entropys, response_mask, asked, n_rollout)
+        kept = self._filtered(trajectories, entropys, response_mask, asked)
         return list({id(rollout): rollout for rollout in kept.values()}.values())
 
     def _filtered(
@@ -176,14 +172,8 @@ class ExperienceManager:
         entropys: Sequence[torch.Tensor] | torch.Tensor | None,
         response_mask: Sequence[torch.Tensor] | torch.Tensor | None,
         asked: Mapping[str, int] | None,
-        n_rollout: int | None,
     ) -> dict[int, AgentTrajectory]:
         """Return the rollouts worth keeping by the positions of their rows; retire solved tasks."""
-        if n_rollout is not None:
-            whole("n_rollout", n_rollout, 1)
-            if asked is not None:
-                raise ConfigurationError("n_rollout: the same as asked for each task; give one of them")
-            asked = {trajectory.task_id: n_rollout for trajectory in trajectories}
         means: list[float | None] | None = None
         members = members_of(trajectories)
         if entropys is not None and response_mask is not None:
@@ -367,10 +357,6 @@ class ExperienceManager:
         buckets = self._state.buckets.to_dict()
         return draw_tasks(buckets, num_tasks, "by_task", self.rules.n_rollout, self._generator, exclude)
 
-    def get_offpolicy_trajectories_from_memory(self, task_id: str, num_trajectories: int = 1) -> list[AgentTrajectory]:
-        """Return the up to ``num_trajectories`` best histories of a task; see :meth:`get_offpolicy_batch`."""
-        return self.get_offpolicy_batch([task_id], num_trajectories)
-
     def get_offpolicy_batch(self, tasks: Sequence[Any], num_trajectories_per_task: int = 1) -> list[AgentTrajectory]:
         """Return up to ``num_trajectories_per_task`` different histories of each task, task by task, best first.
 
@@ -396,14 +382,6 @@ class ExperienceManager:
             versions.update(entry.policy_version for entry in wanted)
             chosen.extend(self._replayed(records))
         return chosen
-
-    def get_all_candidates_batch(self, tasks: Sequence[Any]) -> dict[str, list[AgentTrajectory]]:
-        """Return, for each task that has any, all histories that may be drawn now, oldest first, as marked copies."""
-        names = task_ids_of(tasks)
-        candidates = {
-            name: self._ledger.read(self._state.eligible(name, self.rules, self.training_step)) for name in names
-        }
-        return {task: self._replayed(held) for task, held in candidates.items() if held}
 
     def _replayed(self, records: Sequence[tuple[PoolEntry, AgentTrajectory]]) -> list[AgentTrajectory]:
         named = bool(self._ledger.store.store_id)

@@ -119,7 +119,7 @@ class Histories:
         joining = {}
         for uid, held in histories.items():
             room = max(self._wanted(uid) - 1, 0)
-            kept = held if len(held) <= room else held[:room]  # slicing waits for histories drawn in a thread
+            kept = held[:room]
             if kept:
                 self.expected[uid] = kept
                 joining[uid] = len(kept)
