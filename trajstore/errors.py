@@ -155,7 +155,7 @@ class UnwritableTrajectoryError(StoreWriteError):
 
 
 class PartlyAddedError(StoreWriteError):
-    """The first trajectories of a list larger than a shard were added, the others were not.
+    """The first trajectories of a list larger than a shard were added, the others were not; or late values were not.
 
     Its ``__cause__`` is the error that interrupted it.
 

@@ -495,13 +495,11 @@ def test_values_that_wait_in_the_inbox_never_replace_later_ones(path: Path, monk
     assert [note.value for note in notes_of(path, 0)] == [1, 3]
 
 
-def test_values_that_wait_for_space_are_copies(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, values = np.array([0, 1]), np.array([1.0, 2.0])
+def test_a_call_that_fails_sets_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with writer_to(path) as writer:
         monkeypatch.setattr(LocalDirectory, "append", full_once())
-        with pytest.raises(StoreWriteError, match="flush"):
-            annotate(writer, ids, {"v": values})
-        ids += 2
-        values += 2
+        with pytest.raises(StoreWriteError, match="annotate"):
+            annotate(writer, [0], {"v": 1})
         writer.flush()
-        assert column(writer, "v") == [1, 2, None, None]
+        annotate(writer, [0], {"v": "a text"})
+    assert [note.value for note in notes_of(path, 0)] == ["a text"]

@@ -17,7 +17,7 @@ from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate, notes_o
 from trajstore._core.files.held import HeldFolder
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.writing.inbox import Inbox, InboxView
+from trajstore._core.writing.inbox import Inbox, Pending
 from trajstore._core.writing.unattended import held_log
 from trajstore.cli import DAMAGED
 from trajstore.operations.copying import copy_store
@@ -104,7 +104,7 @@ def test_refused_values_are_told_as_such_before_a_writer_refuses_them_and_after(
     filled(path, [0])
     with monkeypatch.context() as patch:
         patch.setattr(Inbox, "look", lambda _: True)
-        patch.setattr(Inbox, "record", lambda _: None)
+        patch.setattr(Inbox, "take_in", lambda _: None)
         annotate(path, 0, {"score": "high"}, who="anna")
         with writer_to(path) as writer:
             annotate(writer, 0, {"score": 1})
@@ -118,8 +118,10 @@ def test_refused_values_are_told_as_such_before_a_writer_refuses_them_and_after(
             with nothing_can_be_deleted(monkeypatch):
                 writer_to(path).close()
             assert len(list((path / "inbox").iterdir())) == 2
-            values = InboxView(LocalDirectory(path)).look(Catalog.open(LocalDirectory(path)).store_id)
-            assert [value.values for value in values] == [{"score": ("high",)}], "the page shows them"
+            catalog = Catalog.open(LocalDirectory(path))
+            pending = Pending(catalog.directory, set_aside=True)
+            _, files = pending.foreseen(catalog.store_id, catalog.notes, catalog.unknown)
+            assert [file.given and file.given.values for file in files] == [{"score": ("high",)}], "the page shows them"
         *_, file = sorted((path / "inbox").iterdir())
         code, out, _ = run("verify", path)
         assert (code, f"note: inbox/{file.name}: {message}" in out) == (0, True)

@@ -120,7 +120,7 @@ FAULTS = (
     Fault(
         "values that wait replace later ones",
         "trajstore._core.writing.writer:StoreWriter.annotate",
-        "self.inbox.record()",
+        "self.inbox.take_in()",
         "self.inbox.look()",
     ),
     Fault(

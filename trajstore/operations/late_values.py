@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.salvage import open_leniently
-from trajstore._core.writing.inbox import GIVE_ANEW, late_values_in, refused_in_words, waiting_or_refused
-from trajstore.errors import CorruptStoreError
+from trajstore._core.writing.inbox import Pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,37 +44,21 @@ def waiting_values(catalog: Catalog) -> WaitingValues:
         OSError: the inbox cannot be listed.
     """
     directory = catalog.directory
-    entries: list[LateValues] = []
-    damaged: list[tuple[str, str]] = []
-    for name in waiting_or_refused(directory):
-        if name in catalog.notes.sources:
-            continue  # applied, but not deleted yet
-        try:
-            entries.append(late_values_in(directory, name, catalog.store_id))
-        except FileNotFoundError:
-            continue
-        except (CorruptStoreError, OSError) as error:
-            reason = str(error).removeprefix(f"{directory.url}/{name}: ")
-            damaged.append((name, f"{reason}; its values reach no trajectory: {GIVE_ANEW}"))
-    refused = _refused(catalog, entries)
-    if any(not entry.refused for entry in refused):  # the contradicted ids may be newer than the catalog
+    pending = Pending(directory, set_aside=True)
+    _, files = pending.foreseen(catalog.store_id, catalog.notes, catalog.unknown)
+    if any(file.is_refused for file in files):  # they may name trajectories that are newer than the catalog
         catalog, _ = open_leniently(directory)
-        entries = [entry for entry in entries if entry.source not in catalog.notes.sources]
-        refused = _refused(catalog, entries)
-    names = {entry.source for entry in refused}
-    waiting = [entry for entry in entries if entry.source not in names]
-    values = sum(len(entry.ids) * len(entry.values) for entry in waiting)
-    remedy = "the file has them, and may be deleted"
-    reasons = tuple((entry.source, f"{refused_in_words(entry)}; {remedy}") for entry in refused)
-    return WaitingValues(len(waiting), values, reasons, tuple(damaged), directory.is_written())
-
-
-def _refused(catalog: Catalog, found: list[LateValues]) -> list[LateValues]:
-    """Return the values that contradict the store, with the reason."""
-    left = [entry.without(catalog.unknown(entry.ids)) for entry in found if not entry.refused]
-    _, why = catalog.notes.foreseen(entry for entry in left if len(entry.ids))
-    entries = [replace(entry, refused=entry.refused or why.get(entry.source, "")) for entry in found]
-    return [entry for entry in entries if entry.refused]
+        _, files = pending.foreseen(catalog.store_id, catalog.notes, catalog.unknown)
+    waiting = [file.given for file in files if file.given is not None and not file.why]
+    return WaitingValues(
+        files=len(waiting),
+        values=sum(len(given.ids) * len(given.values) for given in waiting),
+        refused=tuple(
+            (file.name, f"{file}; the file has them, and may be deleted") for file in files if file.is_refused
+        ),
+        damaged=tuple((file.name, str(file)) for file in files if file.given is None),
+        written=directory.is_written(),
+    )
 
 
 def waiting_in_words(waiting: Mapping[str, Any]) -> str:

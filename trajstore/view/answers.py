@@ -15,6 +15,7 @@ from trajstore._core.columns.facts import SCORE
 from trajstore._core.store.late_values import LateValues, Value
 from trajstore._core.store.notes import Note, Notes
 from trajstore._core.store.run_ids import shown_id
+from trajstore._core.writing.inbox import Waiting
 from trajstore.operations.pools import pool_support
 from trajstore.query import FACTS
 from trajstore.query.engine import pl
@@ -119,7 +120,7 @@ MOST_VALUES = 200
 """Maximum number of stored values that are sent; the newest."""
 
 
-def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[LateValues]) -> Answer:
+def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[Waiting]) -> Answer:
     """Return ``{"values", "earlier", "names"}``: values, earliest first; the number omitted before; kinds by name.
 
     A value is ``{"name", "value", "who", "time", "place", "latest", "why"}``. The time is in milliseconds since 1970.
@@ -129,7 +130,7 @@ def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[LateValues])
     Args:
         trajectory_id: id of the trajectory in its store.
         notes: late values of the store.
-        waiting: entries read from the inbox just before, including those set aside, oldest first.
+        waiting: files of the inbox, including those set aside, oldest first.
     """
     history = notes.history(trajectory_id)
     counts = {note.name: at for at, note in enumerate(history)}
@@ -138,12 +139,10 @@ def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[LateValues])
         for at, note in enumerate(history)
     ]
     sent = values[-MOST_VALUES:]
-    _, refused = notes.foreseen(entry for entry in waiting if not entry.refused)
-    for entry in waiting:
-        if entry.source not in notes.sources and trajectory_id in entry.ids:
-            why, at = entry.refused or refused.get(entry.source), entry.ids.tolist().index(trajectory_id)
-            place = "inbox" if why is None else "refused"
-            sent += [_told(name, given[at], entry, place) | {"why": why} for name, given in entry.values.items()]
+    for file in waiting:
+        if (given := file.given) is not None and trajectory_id in given.ids:
+            at, place = given.ids.tolist().index(trajectory_id), "refused" if file.why else "inbox"
+            sent += [_told(name, of[at], given, place) | {"why": file.why or None} for name, of in given.values.items()]
     return {"values": sent, "earlier": max(0, len(values) - MOST_VALUES), "names": list(notes.kinds.items())}
 
 

@@ -22,7 +22,7 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.notes import Notes
 from trajstore._core.store.run_ids import id_from, own_id, rank_of_id, shown_id
 from trajstore._core.store.salvage import open_leniently
-from trajstore._core.writing.inbox import InboxView
+from trajstore._core.writing.inbox import Pending
 from trajstore.errors import (
     ConfigurationError,
     SchemaMismatchError,
@@ -119,8 +119,6 @@ class Living:
         self._shown = shown
         self._runs = (shown,) if other is None else (shown, other)
         self._tokenizer = tokenizer
-        self._inboxes: dict[str, InboxView] = {}
-        """Inboxes of the stores, by URL."""
         self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
         self._sums: OrderedDict[tuple[int, Sample], tuple[float, int]] = OrderedDict()
         """(sum of log-probs or rewards, number of values) per run and trajectory; used by the second thread."""
@@ -561,12 +559,12 @@ class Living:
             raise self._none_of(shown)
         if self._shown.pin is not None:  # with the values that it showed, also of trajectories evicted since
             return {**self.notes_shown(shown), "state": self.state.name}
-        inbox = self._inboxes.setdefault(before.directory.url, InboxView(before.directory))
-        waiting = inbox.look(before.store_id)
+        inbox = Pending(before.directory, set_aside=True)
         self.refresh()  # after reading the inbox, so that no value applied in between is missed
         catalog = self._shown.catalogs().get(rank_of_id(number))
         if catalog is None or not self._is_recorded(catalog, number):
             raise self._none_of(shown)
+        _, waiting = inbox.foreseen(catalog.store_id, catalog.notes, lambda ids: ())
         return {**late_values(own_id(number), catalog.notes, waiting), "state": self.state.name}
 
     def notes_shown(self, shown: str) -> Answer:

@@ -14,10 +14,9 @@ from trajstore._core.base.clock import microseconds
 from trajstore._core.columns.conversion import flatten, recorded_of
 from trajstore._core.columns.facts import GIVEN
 from trajstore._core.columns.steps import NothingToStoreError
-from trajstore._core.store.facts import FACTS
-from trajstore._core.store.late_values import LateValues, check_names, check_row_names
+from trajstore._core.store.late_values import LateValues, check_given
 from trajstore._core.store.row_notes import Rows
-from trajstore.errors import ConfigurationError, counted
+from trajstore.errors import ConfigurationError, PartlyAddedError, StoreWriteError, counted
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 
 logger = logging.getLogger(__name__)
@@ -70,6 +69,7 @@ def add_with_values(
     Raises:
         ConfigurationError: a value cannot be stored, or its name stands for another kind of values in the store;
             nothing was added.
+        PartlyAddedError: the trajectories were added, and their late values could not be written.
     """
     recorded, late = [], []
     for trajectory in trajectories:
@@ -84,9 +84,7 @@ def add_with_values(
     update = LateValues(
         np.arange(len(late)), {name: [each.values.get(name) for each in late] for name in value_names}, "", 0
     )
-    update.check()
-    check_row_names(names_of_rows)
-    check_names(names_of_rows.union(value_names), FACTS)
+    check_given(update, names_of_rows)
     if both := sorted(names_of_rows.intersection(value_names)):
         raise ConfigurationError(f"annotate: {both[0]}: has values by row and others, must be one or the other")
     target.check_values([], update)
@@ -101,7 +99,13 @@ def add_with_values(
     for (_, names, row_names), members in groups.items():
         given = {name: [each.values[name] for _, each in members] for name in names}
         rows_given = {name: [each.rows[name] for _, each in members] for name in row_names}
-        target.annotate(LateValues(np.array([number for number, _ in members]), given, "", microseconds()), rows_given)
+        update = LateValues(np.array([number for number, _ in members]), given, "", microseconds())
+        try:
+            target.annotate(update, rows_given)
+        except StoreWriteError as error:
+            raise PartlyAddedError(
+                f"{error}; the trajectories were added, without all their late values", ids
+            ) from error
     if groups:
         logger.warning(
             "late values of %s were set again without author and history, which only copy, merge and split keep",

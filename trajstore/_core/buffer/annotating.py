@@ -21,15 +21,7 @@ from trajstore._core.files.base import Directory
 from trajstore._core.files.opening import check_options, open_directory
 from trajstore._core.reading.places import kind_of, nothing_at, rank_of, ranks_of
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.facts import FACTS
-from trajstore._core.store.late_values import (
-    LateValues,
-    Value,
-    check_late_values,
-    check_names,
-    check_row_names,
-    check_same_kinds,
-)
+from trajstore._core.store.late_values import LateValues, Value, check_given, check_late_values, check_same_kinds
 from trajstore._core.store.notes import Note
 from trajstore._core.store.row_notes import Rows
 from trajstore._core.store.run_ids import ALONE, id_from, ids_from, no_rank, own_id, rank_of_id
@@ -107,8 +99,7 @@ def annotate(
             was set.
         StoreNotFoundError: there is no store.
         StoreError: the buffer has no store.
-        StoreWriteError: writing failed. A buffer keeps values that are not by row, and its ``flush`` writes them; it
-            keeps none if earlier values that wait in the inbox could not be recorded.
+        StoreWriteError: writing failed; nothing was set (of an object store, unless only its answer was lost).
     """
     if not isinstance(store, Served):
         annotate_files(store, ids, values, who, storage_options)
@@ -177,7 +168,9 @@ def _check_ranks(update: LateValues, stores: Mapping[int, Directory], known: dic
                     "annotate: rank %d cannot be read, so the names of its values are not checked: %s", rank, error
                 )
                 continue
-        check_same_kinds(update, kinds, f"in rank {rank} of the run: a name stands for one kind of values in all ranks")
+        check_same_kinds(
+            update.kinds, kinds, f"in rank {rank} of the run: a name stands for one kind of values in all ranks"
+        )
 
 
 def notes_of(
@@ -235,9 +228,7 @@ def _checked_values(ids: Any, values: Any, who: str | None) -> tuple[LateValues,
     rows = {name: _rows(name, some, len(wanted)) for name, some in values.items() if _is_rows(some)}
     listed = {name: _listed(some, len(wanted)) for name, some in values.items() if name not in rows}
     update = LateValues(wanted.copy(), listed, "" if who is None else text("who", who), microseconds())
-    update.check()
-    check_names(values, FACTS)
-    check_row_names(rows)
+    check_given(update, rows)
     return update, rows
 
 

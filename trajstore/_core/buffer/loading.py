@@ -343,12 +343,14 @@ def _open(directory: Directory, request: LoadRequest, rank: int) -> _Opened:
         if strict is not False
         else open_leniently(directory, uncommitted=request.uncommitted)
     )
-    added, refused, garbled = (0, [], []) if pending is None else pending.add_to(catalog)
-    if garbled and strict is not False:
-        raise garbled[0]
+    waiting = [] if pending is None else pending.add_to(catalog)
+    unapplied = [f"{directory.url}/{file.name}: {file}" for file in waiting if file.why]
+    for file in waiting:
+        if file.given is None and strict is not False:
+            raise CorruptStoreError(f"{directory.url}/{file.name}: {file}")
     source = StoreSource(catalog)
-    source.has_pending = added > 0
-    warnings = [*map(str, (*damage, *garbled)), *refused]
+    source.has_pending = any(file.left is not None for file in waiting)
+    warnings = [*map(str, damage), *unapplied]
     values = catalog.metadata() | {"trajectory_counter": catalog.next_id}
     if pin is None and request.share is not None and isinstance(catalog, ReadersCatalog):
         return _Opened(source, catalog, CheckpointState.from_json(values), rank, 0, tuple(warnings))

@@ -263,8 +263,7 @@ def stores_of(place: Place) -> list[Place]:
 def _with_pending(place: Place) -> tuple[Catalog, int]:
     """Return the catalog of a store with the late values in its inbox, and the number of their commits."""
     pending, catalog = Pending(place.directory), Catalog.open(place.directory)
-    added, *_ = pending.add_to(catalog)
-    return catalog, added
+    return catalog, sum(file.left is not None for file in pending.add_to(catalog))
 
 
 def _left(changes: SnapshotChanges) -> str:

@@ -31,7 +31,7 @@ from trajstore._core.reading.places import check_no_ranks, check_not_rlinf
 from trajstore._core.sampling.draws import Draws
 from trajstore._core.sessions.records import CALLS_FOLDER
 from trajstore._core.sessions.sessions import warn_of_open
-from trajstore._core.store.late_values import LateValues, check_late_values
+from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.log_records import ids_in_words
 from trajstore._core.store.notes import Note
 from trajstore._core.store.row_notes import Rows
@@ -483,7 +483,7 @@ class StoreSink(Sink):
         self._flush_pending(ids)
         with self.writer.log.standing_still() as catalog:
             catalog.check_known(ids)
-            check_late_values(update, catalog.notes.kinds)
+            catalog.notes.check(update)
 
     def history(self, trajectory_id: int) -> list[Note]:
         if len(self._view.contents.pending_in([trajectory_id])):  # annotate flushes first

@@ -15,6 +15,7 @@ import numpy as np
 from trajstore._core.base.types import FloatArray, IntArray
 from trajstore._core.columns.facts import OVER_FACTS, SCORE
 from trajstore._core.columns.limits import RANGES, shown
+from trajstore._core.store.facts import FACTS
 from trajstore._core.store.log_records import natural
 from trajstore._core.store.row_notes import RowShard, is_rows, rows_in_words
 from trajstore.errors import ConfigurationError, CorruptStoreError, counted, trajectories
@@ -114,7 +115,7 @@ class LateValues:
                     "many, or one"
                 )
             kinds = _kinds(name, values)
-            if "text" in kinds and (name in OVER_FACTS or name.startswith(SCORE)):
+            if "text" in kinds and _replaces_number(name):
                 raise ConfigurationError(f"annotate: {name}: has a text, but replaces a number")
             if len(kinds) > 1:
                 raise ConfigurationError(f"annotate: {name}: has numbers and texts, must be one or the other")
@@ -132,40 +133,39 @@ def check_name(name: str) -> None:
         )
 
 
-def check_row_names(names: Iterable[str]) -> None:
-    """Refuse invalid names of values by row.
-
-    Raises:
-        ConfigurationError: a name is invalid, or replaces a number of the reward.
-    """
-    for name in names:
-        check_name(name)
-        if name in OVER_FACTS or name.startswith(SCORE):
-            raise ConfigurationError(f"annotate: {name}: has values by row, but replaces a number")
-
-
-def check_names(names: Iterable[str], facts: Collection[str]) -> None:
-    """Refuse names of facts that cannot be corrected, and names that differ from a fact only in case.
+def check_given(update: LateValues, row_names: Collection[str]) -> None:
+    """Refuse values that a caller cannot give to any store.
 
     Args:
-        names: of values.
-        facts: other names usable in queries.
+        update: the values.
+        row_names: names of values by row.
 
     Raises:
-        ConfigurationError: names the facts that can be corrected.
+        ConfigurationError: a value or name is invalid, or a name stands for a fact that cannot be corrected, or differs
+            from one only in case.
     """
-    for name in names:
-        if name in facts and name not in OVER_FACTS and not name.startswith(SCORE):
+    update.check()
+    for name in row_names:
+        check_name(name)
+        if _replaces_number(name):
+            raise ConfigurationError(f"annotate: {name}: has values by row, but replaces a number")
+    for name in (*update.values, *row_names):
+        if name in FACTS and not _replaces_number(name):
             raise ConfigurationError(
                 f"annotate: {name} is a fact that stays as it is; {', '.join(OVER_FACTS)} and {SCORE}* can be "
                 "corrected, anything else needs a name of its own"
             )
-        meant = [fact for fact in facts if fact.lower() == name.lower() and fact != name]
+        meant = [fact for fact in FACTS if fact.lower() == name.lower() and fact != name]
         if meant:
             raise ConfigurationError(
                 f"annotate: {name}: the fact {meant[0]} has this name but for the case of letters; write {meant[0]}, "
                 "or take another name"
             )
+
+
+def _replaces_number(name: str) -> bool:
+    """Return whether values of this name replace a recorded reward."""
+    return name in OVER_FACTS or name.startswith(SCORE)
 
 
 def _kinds(name: str, values: Sequence[Value] | FloatArray) -> set[str]:
@@ -215,60 +215,51 @@ def _check_unicode(name: str, value: str) -> None:
 
 
 def check_late_values(update: LateValues, known: Mapping[str, str]) -> None:
-    """Refuse new values that contradict those of a store.
+    """Refuse values that contradict those of a store; also used for values in its log.
 
     Args:
         update: the values.
         known: kinds of the store's names.
 
     Raises:
-        ConfigurationError: they contradict its values, or a new name differs from another only in case.
+        ConfigurationError: a name has values of another kind or differs from another only in case, or there are too
+            many names.
     """
-    check_kinds(update, known)
-    names = known.keys() | update.kinds.keys()
-    for name in update.kinds.keys() - known.keys():
+    given = update.kinds
+    check_same_kinds(given, known, "here")
+    names = known.keys() | given.keys()
+    for name in given.keys() - known.keys():
+        if given[name] is None:
+            raise ConfigurationError(f"annotate: {name}: there is no value of this name to remove")
         for other in names - {name}:
             if other.lower() == name.lower():
                 raise ConfigurationError(
                     f"annotate: {name}: there are values {other}, which differ in the case of letters alone; write "
                     f"{other}, or take another name"
                 )
+    if len(names) > MOST_NAMES:
+        raise ConfigurationError(f"annotate: the store has {MOST_NAMES} names of values, the most that can be")
 
 
-def check_same_kinds(update: LateValues, known: Mapping[str, str], where: str) -> None:
+def check_same_kinds(given: Mapping[str, str | None], known: Mapping[str, str], where: str) -> None:
     """Refuse values of another kind than the existing ones of the same name.
 
     Args:
-        update: the values.
+        given: kinds of the values, by name.
         known: kinds of names.
         where: place of the existing values, for the message.
 
     Raises:
         ConfigurationError: a name has values of another kind.
     """
-    for name, kind in update.kinds.items():
+    for name, kind in given.items():
         before = known.get(name, kind)
         if kind is not None and kind != before:
-            given = rows_in_words(kind) if is_rows(kind) else f"a {kind}"
+            new = rows_in_words(kind) if is_rows(kind) else f"a {kind}"
             raise ConfigurationError(
-                f"annotate: {name}: {given}, but the values of this name are {kind_in_words(str(before))} {where}; "
+                f"annotate: {name}: {new}, but the values of this name are {kind_in_words(str(before))} {where}; "
                 "take another name"
             )
-
-
-def check_kinds(update: LateValues, known: Mapping[str, str]) -> None:
-    """Refuse values that contradict those of a store; also used for values in its log.
-
-    Raises:
-        ConfigurationError: a name has values of another kind, or there are too many names.
-    """
-    check_same_kinds(update, known, "here")
-    given = update.kinds
-    for name, kind in given.items():
-        if kind is None and name not in known:
-            raise ConfigurationError(f"annotate: {name}: there is no value of this name to remove")
-    if len(known.keys() | given.keys()) > MOST_NAMES:
-        raise ConfigurationError(f"annotate: the store has {MOST_NAMES} names of values, the most that can be")
 
 
 def kind_in_words(kind: str) -> str:

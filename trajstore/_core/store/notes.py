@@ -20,15 +20,7 @@ from trajstore._core.columns.schema import ColumnSpec
 from trajstore._core.store.facts import NOTE, NOTE_ROWS, NOTE_START, NOTE_TEXT
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.json_arrays import StringTable, array_from_json, array_to_json, declared_rows
-from trajstore._core.store.late_values import (
-    MOST_NAMES,
-    NAME,
-    LateValues,
-    Value,
-    check_kinds,
-    check_late_values,
-    kind_in_words,
-)
+from trajstore._core.store.late_values import MOST_NAMES, NAME, LateValues, Value, check_late_values, kind_in_words
 from trajstore._core.store.row_notes import column_of_kind, is_kind_of_rows, is_rows, rows_in_words
 from trajstore.errors import ConfigurationError, CorruptStoreError
 
@@ -224,24 +216,6 @@ class Notes:
         """Refuse values that contradict existing ones, see :func:`check_late_values`."""
         check_late_values(update, self._kinds)
 
-    def foreseen(self, waiting: Iterable[LateValues]) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the kinds of names after the pending values are added, and by file, why some will be refused.
-
-        Args:
-            waiting: the pending values, in the order of their addition.
-        """
-        kinds, refused = dict(self._kinds), {}
-        for update in waiting:
-            if update.source in self.sources:
-                continue
-            try:
-                check_late_values(update, kinds)
-            except ConfigurationError as error:
-                refused[update.source] = str(error)
-            else:
-                kinds |= {name: kind for name, kind in update.kinds.items() if kind is not None}
-        return kinds, refused
-
     def add(self, update: LateValues, generation: int, shard: int = _NO_SHARD) -> Noted:
         """Add values; return them as columns of the index.
 
@@ -253,7 +227,7 @@ class Notes:
         Raises:
             ConfigurationError: they contradict existing values; nothing was added.
         """
-        check_kinds(update, self._kinds)
+        self.check(update)
         columns: dict[str, npt.NDArray[Any]] = {}
         ids = update.ids
         self._kinds |= {name: kind for name, kind in update.kinds.items() if kind is not None}

@@ -23,8 +23,8 @@ from trajstore._core.files.base import FULL, Directory
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.committed import Change, Evicted
-from trajstore._core.store.late_values import LateValues, check_late_values
-from trajstore._core.store.log_records import id_ranges, ids_in_words, segment_name
+from trajstore._core.store.late_values import LateValues
+from trajstore._core.store.log_records import id_ranges, segment_name
 from trajstore._core.store.rollback import Plan
 from trajstore._core.store.saved_points import pin_name
 from trajstore._core.writing.commits import CommitListener, add_lines, annotate_line, evict_line, rewrite_line
@@ -96,8 +96,6 @@ class CommitLog:
         self._out_of_step: Exception | None = None
         self._pid = os.getpid()
         self._closed = False
-        self.unwritten: list[LateValues] = []
-        """Late values whose record could not be written, in the order of the calls."""
         self._taken_in: set[int] = set()
         """First shard numbers of commits in the catalog. A commit requested again was earlier reported as failed."""
         self._snapshots = Snapshots(directory, metadata)
@@ -362,73 +360,25 @@ class CommitLog:
         Raises:
             ConfigurationError: they contradict existing values.
             TrajectoryUnavailableError: an id is not in the store; no value was added.
-            StoreWriteError: the log could not be written. Values by row were not added; others are kept, and added
-                by :meth:`write_values`. Those of the inbox stay there.
+            StoreWriteError: the log could not be written; no value was added.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         with self.changing():
-            catalog = self.catalog
-            check_late_values(update, catalog.notes.foreseen(self.unwritten)[0])
-            catalog.check_known(update.ids)
-            kept = update.rows is None and not update.source
-            try:
-                self._write_values()
-                self._annotate(update, "flush()" if kept else "annotate()")
-            except WriterFencedError:
-                raise
-            except StoreWriteError:
-                if kept:
-                    self.unwritten.append(update)
-                raise
+            self._append(partial(self._annotation, update), "annotate()")
+            if self.catalog.notes.has_rows:
+                self.garbage.collect(self.catalog)  # shards of replaced values may be unneeded now
 
-    def _annotate(self, update: LateValues, retry: str) -> None:
+    def _annotation(self, update: LateValues) -> tuple[bytes, Apply]:
         catalog = self.catalog
+        catalog.notes.check(update)  # here: an earlier change that was reported as failed may have been applied
+        catalog.check_known(update.ids)
 
         def apply() -> Sequence[Change]:
             noted = catalog.annotate(update, catalog.generation + 1)
             catalog.generation += 1
-            self.unwritten = [other for other in self.unwritten if other is not update]
             return [noted]
 
-        self._append(lambda: (annotate_line(catalog, update), apply), retry)
-        if catalog.notes.has_rows:
-            self.garbage.collect(catalog)  # shards of replaced values may be unneeded now
-
-    def write_values(self) -> None:
-        """Add the late values that a full or failing disk has refused before.
-
-        Raises:
-            StoreWriteError: the log could not be written; they are kept.
-            StoreClosedError: the writer was closed, or belongs to the parent process.
-        """
-        with self.changing():
-            self._write_values()
-
-    def _write_values(self) -> None:
-        if self.unwritten:
-            self._settle()
-        while self.unwritten:
-            update = self.unwritten[0]
-            gone = self.catalog.unknown(update.ids)
-            if gone:
-                logger.warning(
-                    "%s: trajectories %s were evicted; the values added to them while the store could not be "
-                    "written are dropped",
-                    self.directory.url,
-                    ids_in_words(sorted(gone)),
-                )
-                self.unwritten[0] = update = update.without(gone)
-            try:
-                self.catalog.notes.check(update)
-            except ConfigurationError as error:  # the inbox brought a name with another kind meanwhile
-                logger.warning(
-                    "%s: values added while the store could not be written are refused: %s", self.directory.url, error
-                )
-                update = update.without(update.ids)
-            if len(update.ids):
-                self._annotate(update, "flush()")
-            else:
-                del self.unwritten[0]
+        return annotate_line(catalog, update), apply
 
     def unknown(self, ids: IntArray) -> set[int]:
         """Return the ids without a trajectory in the store."""

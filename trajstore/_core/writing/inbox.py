@@ -13,14 +13,16 @@ import re
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from trajstore._core.base import locks
 from trajstore._core.base.interrupts import uninterrupted
+from trajstore._core.base.types import IntArray
 from trajstore._core.files.base import Directory, EncodedFile
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.late_values import INBOX_FOLDER, LateValues
+from trajstore._core.store.late_values import INBOX_FOLDER, LateValues, check_late_values
 from trajstore._core.store.log_records import decode_lines, encode_line, ids_in_words
+from trajstore._core.store.notes import Notes
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore.errors import (
     ConfigurationError,
@@ -67,22 +69,15 @@ def put(directory: Directory, store_id: str, update: LateValues) -> str:
 
 def waiting(directory: Directory) -> list[str]:
     """Return the names of the pending files in a store's inbox, oldest first."""
-    return [name for name in directory.listing(INBOX_FOLDER)[0] if name.endswith(_WAITS) and not _is_hidden(name)]
+    return [name for name in _files(directory) if name.endswith(_WAITS)]
 
 
-def waiting_or_refused(directory: Directory) -> list[str]:
-    """Return the names of the pending and the refused files in a store's inbox, oldest first.
+def _files(directory: Directory) -> list[str]:
+    """Return the names of the files in a store's inbox, oldest first, without hidden ones.
 
-    The refused copy is written before the original is deleted; in between, only the copy is listed.
+    macOS writes ``._NAME`` beside files on disks of other systems.
     """
-    ends = (_WAITS, _REFUSED)
-    names = {name for name in directory.listing(INBOX_FOLDER)[0] if name.endswith(ends) and not _is_hidden(name)}
-    return sorted(name for name in names if name.endswith(_REFUSED) or _aside(name) not in names)
-
-
-def _is_hidden(name: str) -> bool:
-    """Return whether a file is no entry: macOS writes ``._NAME`` beside files on disks of other systems."""
-    return name.rpartition("/")[2].startswith(".")
+    return [name for name in directory.listing(INBOX_FOLDER)[0] if not name.rpartition("/")[2].startswith(".")]
 
 
 def _aside(name: str) -> str:
@@ -90,19 +85,18 @@ def _aside(name: str) -> str:
     return name.removesuffix(_WAITS) + _REFUSED
 
 
-def late_values_in(directory: Directory, name: str, store_id: str) -> LateValues:
-    """Return the values in an inbox file.
+def _late_values_of(data: bytes, source: str, name: str, store_id: str) -> LateValues:
+    """Return the values in the content of an inbox file.
+
+    Args:
+        data: the content.
+        source: URL of the file.
+        name: of the file.
+        store_id: of the store.
 
     Raises:
         CorruptStoreError: the file is damaged, or is for another store.
-        FileNotFoundError: the file was deleted.
     """
-    return _late_values_of(directory.read(name), directory, name, store_id)
-
-
-def _late_values_of(data: bytes, directory: Directory, name: str, store_id: str) -> LateValues:
-    """Return the values in the content of an inbox file; see :func:`late_values_in`."""
-    source = f"{directory.url}/{name}"
     records = decode_lines(data, source).records
     if len(records) != 1:
         raise CorruptStoreError(f"{source}: is damaged")
@@ -114,13 +108,106 @@ def _late_values_of(data: bytes, directory: Directory, name: str, store_id: str)
         raise CorruptStoreError(f"{source}: {error}") from error
 
 
-def refused_in_words(update: LateValues) -> str:
-    """Describe refused values: their names, origin and the reason."""
-    origin = f", given by {update.who}," if update.who else ""
-    return (
-        f"the values {listed(update.values)} of trajectories {ids_in_words(update.ids)}{origin} are refused and reach "
-        f"no trajectory: {update.refused.removeprefix('annotate: ')}"
-    )
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """An inbox file with values that a store lacks.
+
+    Attributes:
+        name: of the file.
+        given: its values; None if it is damaged.
+        left: those of them that a writer would record; None if there are none.
+        why: what is damaged, or why they are refused; else empty.
+    """
+
+    name: str
+    given: LateValues | None
+    left: LateValues | None
+    why: str
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the values contradict those of the store."""
+        return self.given is not None and bool(self.why)
+
+    def __str__(self) -> str:
+        """Describe damage, or refused values: their names, origin and the reason."""
+        if self.given is None:
+            return f"{self.why}; its values reach no trajectory: {GIVE_ANEW}"
+        origin = f", given by {self.given.who}," if self.given.who else ""
+        return (
+            f"the values {listed(self.given.values)} of trajectories {ids_in_words(self.given.ids)}{origin} are "
+            f"refused and reach no trajectory: {self.why.removeprefix('annotate: ')}"
+        )
+
+
+class Pending:
+    """The inbox of a store as a reader sees it, before a writer records the values.
+
+    Create it before the catalog is opened: a value that the writer records in between is in both, and counts once.
+
+    Args:
+        directory: of the store.
+        set_aside: include files that a writer has refused. Such a copy is written before the original is deleted; in
+            between, only the copy counts.
+
+    Raises:
+        OSError: the inbox cannot be listed.
+    """
+
+    def __init__(self, directory: Directory, *, set_aside: bool = False) -> None:
+        self._url = directory.url
+        self._content: dict[str, bytes | Exception] = {}
+        names = _files(directory)
+        for name in names:
+            if not name.endswith((_WAITS, _REFUSED) if set_aside else _WAITS) or (set_aside and _aside(name) in names):
+                continue
+            try:
+                self._content[name] = directory.read(name)
+            except FileNotFoundError:
+                continue  # recorded since the listing
+            except (CorruptStoreError, OSError) as error:
+                self._content[name] = error
+
+    def foreseen(
+        self, store_id: str, notes: Notes, unknown: Callable[[IntArray], Collection[int]]
+    ) -> tuple[Mapping[str, str], list[Waiting]]:
+        """Return the kinds of names after all is recorded, and the files whose values a store lacks, oldest first.
+
+        Args:
+            store_id: of the store.
+            notes: its values.
+            unknown: returns the ids among some without a trajectory.
+        """
+        kinds, files = dict(notes.kinds), []
+        for name, data in self._content.items():
+            if name in notes.sources:
+                continue
+            source, given, left = f"{self._url}/{name}", None, None
+            try:
+                if isinstance(data, Exception):
+                    raise data
+                given = _late_values_of(data, source, name, store_id)
+                why = given.refused
+            except (CorruptStoreError, OSError) as error:
+                why = str(error).removeprefix(f"{source}: ")
+            if given is not None and not why:
+                left = given.without(unknown(given.ids))
+                try:
+                    check_late_values(left, kinds)
+                except ConfigurationError as error:
+                    left, why = None, str(error)
+                else:
+                    kinds |= {key: kind for key, kind in left.kinds.items() if kind is not None}
+            files.append(Waiting(name, given, left if left is not None and len(left.ids) else None, why))
+        return kinds, files
+
+    def add_to(self, catalog: Catalog) -> list[Waiting]:
+        """Add the values to a catalog that lacks them; nothing is written. Return the files, as :meth:`foreseen`."""
+        _, files = self.foreseen(catalog.store_id, catalog.notes, catalog.unknown)
+        for file in files:
+            if file.left is not None:
+                catalog.annotate(file.left, catalog.generation + 1)
+        return files
 
 
 def kinds_to_come(catalog: Catalog, names: Collection[str]) -> Mapping[str, str]:
@@ -134,100 +221,8 @@ def kinds_to_come(catalog: Catalog, names: Collection[str]) -> Mapping[str, str]
     """
     if catalog.notes.kinds.keys() >= set(names):
         return catalog.notes.kinds
-    pending = Pending(catalog.directory)
-    catalog = Catalog.open(catalog.directory)
-    pending.add_to(catalog)
-    return catalog.notes.kinds
-
-
-class Pending:
-    """The values pending in a store's inbox, for a reader that shows or copies them before a writer records them.
-
-    Create it before the catalog is opened: a value that the writer records in between is in both, and added once.
-
-    Args:
-        directory: of the store.
-
-    Raises:
-        OSError: the inbox cannot be read.
-    """
-
-    def __init__(self, directory: Directory) -> None:
-        self._files: dict[str, bytes | CorruptStoreError] = {}
-        for name in waiting(directory):
-            try:
-                self._files[name] = directory.read(name)
-            except FileNotFoundError:
-                continue  # recorded since the listing
-            except CorruptStoreError as error:
-                self._files[name] = error
-
-    def add_to(self, catalog: Catalog) -> tuple[int, list[str], list[CorruptStoreError]]:
-        """Add the values that a catalog lacks; nothing is written.
-
-        Returns:
-            The number of files added, a sentence on each whose values contradict the store, and the errors of damaged
-            ones; the values of both are left out.
-        """
-        added, refused, damaged = 0, [], []
-        for name, data in self._files.items():
-            if name in catalog.notes.sources:
-                continue
-            try:
-                if isinstance(data, CorruptStoreError):
-                    raise data
-                update = _late_values_of(data, catalog.directory, name, catalog.store_id)
-            except CorruptStoreError as error:
-                damaged.append(CorruptStoreError(f"{error}; its values reach no trajectory: {GIVE_ANEW}"))
-                continue
-            update = update.without(catalog.unknown(update.ids))
-            try:
-                catalog.notes.check(update)
-                if len(update.ids):
-                    catalog.annotate(update, catalog.generation + 1)
-                    added += 1
-            except ConfigurationError as error:
-                refused.append(
-                    f"{catalog.directory.url}/{name}: {refused_in_words(replace(update, refused=str(error)))}"
-                )
-        return added, refused, damaged
-
-
-class InboxView:
-    """Read-only view of a store's inbox. Not thread-safe.
-
-    Args:
-        directory: of the store.
-    """
-
-    def __init__(self, directory: Directory) -> None:
-        self._directory = directory
-        self._known: dict[str, LateValues | None] = {}
-        """Values by file; None for unreadable files (the writer warns). Files never change."""
-
-    def look(self, store_id: str) -> list[LateValues]:
-        """Return the readable values, pending and refused, oldest first.
-
-        Args:
-            store_id: of the store; values for others are skipped.
-
-        Raises:
-            OSError: the inbox cannot be read.
-        """
-        names = waiting_or_refused(self._directory)
-        for name in self._known.keys() - set(names):
-            del self._known[name]
-        for name in names:
-            if name not in self._known:
-                with suppress(FileNotFoundError):  # recorded just now
-                    self._known[name] = self._read(name, store_id)
-        return [update for name in names if (update := self._known.get(name)) is not None]
-
-    def _read(self, name: str, store_id: str) -> LateValues | None:
-        try:
-            return late_values_in(self._directory, name, store_id)
-        except CorruptStoreError:
-            return None
+    pending, catalog = Pending(catalog.directory), Catalog.open(catalog.directory)
+    return pending.foreseen(catalog.store_id, catalog.notes, catalog.unknown)[0]
 
 
 class Inbox:
@@ -260,48 +255,33 @@ class Inbox:
             OSError: the inbox cannot be read.
         """
         with self._one:
-            gone = self._record()
+            names = waiting(self._directory)
+            for name in names:
+                if name not in self._damaged:
+                    self._take(name)
+            gone = [name for name in names if name not in self._damaged]
             if gone:
                 self._directory.remove(gone, durable=True)
             self._log.forget_sources(self._damaged)
             return len(gone)
-
-    def record(self) -> None:
-        """Record the pending files, and leave them for :meth:`take_in` to delete.
-
-        Raises:
-            StoreWriteError, StoreClosedError, OSError: see :meth:`take_in`.
-        """
-        with self._one:
-            self._record()
-
-    def _record(self) -> list[str]:
-        names = waiting(self._directory)
-        for name in names:
-            if name not in self._damaged:
-                self._take(name)
-        return [name for name in names if name not in self._damaged]
 
     def _take(self, name: str) -> None:
         """Record one file, unless its values are already recorded."""
         catalog = self._log.catalog
         if name in catalog.notes.sources:
             return
+        source = f"{self._directory.url}/{name}"
         try:
-            update = late_values_in(self._directory, name, catalog.store_id)
+            update = _late_values_of(self._directory.read(name), source, name, catalog.store_id)
         except CorruptStoreError as error:
             self._damaged.add(name)
-            logger.warning("%s/%s: was not applied, and stays: %s", self._directory.url, name, error)
+            logger.warning("%s: was not applied, and stays: %s", source, error)
             return
         while True:
             gone = self._log.unknown(update.ids)
             if gone:
-                logger.warning(
-                    "%s/%s: trajectories %s were evicted; their values are dropped",
-                    self._directory.url,
-                    name,
-                    ids_in_words(sorted(gone)),
-                )
+                evicted = ids_in_words(sorted(gone))
+                logger.warning("%s: trajectories %s were evicted; their values are dropped", source, evicted)
                 update = update.without(gone)
             try:
                 if len(update.ids):
@@ -318,7 +298,7 @@ class Inbox:
         aside = _aside(name)
         line = encode_line({"store_id": self._log.catalog.store_id, **update.to_json()})
         self._directory.publish([EncodedFile(aside, [line])])
-        logger.warning("%s/%s: %s", self._directory.url, aside, refused_in_words(update))
+        logger.warning("%s/%s: %s", self._directory.url, aside, Waiting(aside, update, None, update.refused))
 
     def look(self) -> bool:
         """Record pending files; a failure is logged once and retried at the next call.

@@ -150,8 +150,6 @@ class StoreWriter:
             raise
         except (OSError, StoreLockedError) as error:
             raise StoreWriteError(f"{error}; what was flushed before is where the directory is now") from error
-        if self.log.unwritten:
-            uninterrupted(self.log.write_values)
         if self.log.must_keep_house or len(self._listener.to_evict()):
             uninterrupted(self.log.keep_house)
         if self.log.renewal_due:
@@ -170,9 +168,9 @@ class StoreWriter:
             TrajectoryUnavailableError, StoreWriteError, StoreClosedError: no value was added.
         """
         self._check_process()
+        self.log.check_not_asking()
         with written(": nothing was given to the trajectories"):
-            self.log.check_not_asking()
-        self.inbox.record()  # earlier values must not be recorded later and replace these
+            self.inbox.take_in()  # earlier values must not be recorded later and replace these
         if not rows:
             self.log.annotate(update)
             return
