@@ -279,30 +279,21 @@ def test_a_full_disk_with_a_torn_log_can_be_opened_and_evicted_from(tmp_path: Pa
     assert verify(store).sound
 
 
-def test_values_given_on_a_full_disk_are_written_by_flush_in_their_order(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_values_given_on_a_full_disk_are_not_set(tmp_path: Path) -> None:
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     with opened(tmp_path / "store") as buffer:
         add_each(buffer, range(3))
         with failing_disk(plan):
-            for value in (0.25, 0.5):
-                with pytest.raises(StoreWriteError, match=r"No space left.*free space and flush\(\) again"):
-                    annotate(buffer, [0, 1], {"judge": value})
+            with pytest.raises(StoreWriteError, match=r"No space left.*free space and annotate\(\) again"):
+                annotate(buffer, [0, 1], {"judge": 0.25})
             with pytest.raises(StoreWriteError, match=r"nothing was given to the trajectories"):
                 annotate(buffer, [2], {"rows": [torch.zeros(6, 1)]})
             with pytest.raises(StoreWriteError, match=r"free space and evict\(\) again"):
                 buffer.evict([1])
-            with pytest.raises(StoreWriteError, match="No space left"):
-                buffer.flush()
             plan.heal()
             buffer.evict([1])
-            buffer.flush()
-        assert [note.value for note in notes_of(tmp_path / "store", 0)] == [0.25, 0.5]
-        assert "trajectories 1 were evicted" in caplog.text
-        with failing_disk(FaultPlan(0, "ENOSPC")), pytest.raises(StoreWriteError):
-            annotate(buffer, 0, {"tag": "x"})
-    assert [note.value for note in notes_of(tmp_path / "store", 0)] == [0.25, 0.5, "x"]
+            annotate(buffer, [0], {"judge": 0.5})
+    assert [note.value for note in notes_of(tmp_path / "store", 0)] == [0.5]
     assert verify(tmp_path / "store").sound
 
 
