@@ -332,7 +332,7 @@ def test_a_state_of_another_loader_is_refused() -> None:
         (TokenLoader(buffer, 20).state_dict(), r"tokens 20 \(here 10\)"),
         (
             TokenLoader(buffer, 10, sampler=EpochSampler(unit="trajectory")).state_dict(),
-            "a sampler, where= or ids=; here is none",
+            "other samplers or selections",
         ),
     ):
         with pytest.raises(ConfigurationError, match=message):

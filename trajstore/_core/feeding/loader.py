@@ -24,7 +24,7 @@ from trajstore._core.feeding.memory import Memory, Ready, memory_for
 from trajstore._core.feeding.options import BatchOptions, LoaderOptions, Replay, TokenOptions, device_of
 from trajstore._core.feeding.prefetch import Prefetcher
 from trajstore._core.feeding.shares import Share
-from trajstore._core.feeding.source import BatchSource, DrawnBatch, Source
+from trajstore._core.feeding.source import BatchSource, Parts, Source, together
 from trajstore._core.feeding.tokens import TokenSource
 from trajstore._core.feeding.workers import Workers
 from trajstore._core.sampling.base import Drawn
@@ -32,11 +32,10 @@ from trajstore._core.sampling.states import check_state, whole_in
 from trajstore._core.sampling.weighted import WeightedSampler
 from trajstore.errors import ConfigurationError, EpochsEndedError, StoreClosedError
 
-D = TypeVar("D")
 T = TypeVar("T")
 
 
-class Loader(IterableDataset[T], Closing, Generic[D, T]):
+class Loader(IterableDataset[T], Closing, Generic[T]):
     """An iterator of batches that a thread draws and reads ahead; endless unless its sampler has epochs.
 
     The sequence of batches depends on the draws alone: prefetching, reused memory and ranks change when and where a
@@ -45,7 +44,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
     needs ``persistent_workers=True``, or is refused, since new workers would repeat the first.
     """
 
-    def __init__(self, source: Source[D], options: LoaderOptions, *, reuse: bool) -> None:
+    def __init__(self, source: Source, options: LoaderOptions, *, reuse: bool) -> None:
         self._prefetch = options.get("prefetch", 4)
         stores, rank = options.get("stores", "shared"), rank_of_ranks("rank", options.get("rank", (0, 1)))
         self._ranks = {"stores": stores, "rank": list(rank) if stores == "per_rank" else None}
@@ -72,7 +71,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         self._reuse = reuse
         self._timeout = options.get("timeout")
         self._memory()  # raises early on invalid options
-        self._running: Prefetcher[D, Ready | None] | None = None
+        self._running: Prefetcher[Ready | None] | None = None
         self._dropped: weakref.finalize[..., Any] | None = None
         """Stops the thread once this loader is unreferenced."""
         self._pid = 0
@@ -84,7 +83,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         return memory_for(self._device, self._prefetch, reuse=self._reuse)
 
     @abstractmethod
-    def _batch(self, values: Any, drawn: D) -> T:
+    def _batch(self, values: Any, drawn: Parts) -> T:
         """Convert a batch that was read to the form that users get."""
 
     def __iter__(self) -> Self:
@@ -120,7 +119,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
             if ledger is not None and columns is not None:
                 ledger.record_batch(number, columns, self.policy_version)
 
-    def _start(self) -> Prefetcher[D, Ready | None]:
+    def _start(self) -> Prefetcher[Ready | None]:
         if self._closed:
             raise StoreClosedError("the loader was closed")
         running = self._mine()
@@ -138,7 +137,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
             running.start()
         return running
 
-    def _mine(self) -> Prefetcher[D, Ready | None] | None:
+    def _mine(self) -> Prefetcher[Ready | None] | None:
         """Return this process's prefetcher, or None if not started.
 
         Raises:
@@ -158,12 +157,12 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
             self._running.stop_and_wait()
             self._dropped.detach()  # else it would keep ready batches until this loader is released
 
-    def _prefetcher(self) -> Prefetcher[D, Ready | None]:
+    def _prefetcher(self) -> Prefetcher[Ready | None]:
         memory, source = self._memory(), self._source  # not ``self``: the thread must not keep it alive
         records = self._records
         worker, reads = get_worker_info(), self._workers.reads
 
-        def make(drawn: D, number: int) -> Ready | None:
+        def make(drawn: Parts, number: int) -> Ready | None:
             if not reads(number):
                 return None
             ready = memory.read(lambda out: source.read(drawn, out), source.rows(drawn))
@@ -300,7 +299,7 @@ class LoadedBatch(Batch):
         return np.repeat(np.arange(len(self.parts)), [len(part) for part in self.parts.values()])
 
 
-class ReplayLoader(Loader[DrawnBatch, LoadedBatch]):
+class ReplayLoader(Loader[LoadedBatch]):
     """An iterator of transition batches from a buffer, or from several in given shares.
 
     A batch is a nested dict of tensors ``[n, ...]``: rows of the first buffer, of the second one, and so on.
@@ -322,12 +321,12 @@ class ReplayLoader(Loader[DrawnBatch, LoadedBatch]):
         self._batches = BatchSource(replay, batch_size, **options)
         super().__init__(self._batches, options, reuse=options.get("reuse", False))
 
-    def _batch(self, values: Any, drawn: DrawnBatch) -> LoadedBatch:
+    def _batch(self, values: Any, drawn: Parts) -> LoadedBatch:
         part = self._batches.part(drawn)
-        return LoadedBatch(values, part.together, dict(zip(self._batches.names, part, strict=True)))
+        return LoadedBatch(values, together(part), dict(zip(self._batches.names, part, strict=True)))
 
 
-class TokenLoader(Loader[tuple[Drawn, ...], list[dict[str, Any]]]):
+class TokenLoader(Loader[list[dict[str, Any]]]):
     """An iterator of batches of whole agent trajectories, packed or padded to a token budget.
 
     A batch is a list of packs: this rank's share of ``batch_size`` packs, each a micro-batch of at most ``tokens``
@@ -346,6 +345,6 @@ class TokenLoader(Loader[tuple[Drawn, ...], list[dict[str, Any]]]):
     def __init__(self, buffer: Reader, tokens: int, **options: Unpack[TokenOptions]) -> None:
         super().__init__(TokenSource(buffer, tokens, **options), options, reuse=False)
 
-    def _batch(self, values: Any, drawn: tuple[Drawn, ...]) -> list[dict[str, Any]]:
+    def _batch(self, values: Any, drawn: Parts) -> list[dict[str, Any]]:
         packs: list[dict[str, Any]] = values
         return packs

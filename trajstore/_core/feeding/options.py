@@ -24,7 +24,6 @@ from trajstore._core.buffer.sequences import Rows
 from trajstore._core.columns.limits import shown
 from trajstore._core.feeding.limiter import RateLimiter
 from trajstore._core.sampling.base import Drawn, Ids, Sampler, Unit
-from trajstore._core.sampling.selection import Selection, selected
 from trajstore.errors import ConfigurationError
 
 Layout = Literal["packed", "padded"]
@@ -289,14 +288,3 @@ def check_sampler(name: str, sampler: Sampler | None, unit: Unit) -> None:
         raise ConfigurationError(
             f"{name}: draws {drawn[sampler.unit]}, and these batches are made of {drawn[unit]}; give it unit={unit!r}"
         )
-
-
-def selection_of(options: LoaderOptions, unit: Unit) -> Sampler | None:
-    """Return the sampler of a loader, with the selection by ``where`` and ``ids``; None for uniform draws."""
-    check_sampler("sampler", options.get("sampler"), unit)
-    return selected(options.get("sampler"), options.get("where"), options.get("ids"), "sample")
-
-
-def selection_settings(sampler: Sampler | None) -> dict[str, Any]:
-    """Return the selection of a sampler, for a loader's state."""
-    return sampler.settings if isinstance(sampler, Selection) else {"where": None, "ids": None}

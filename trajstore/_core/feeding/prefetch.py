@@ -13,12 +13,11 @@ from typing import Any, Generic, TypeVar
 from trajstore._core.base import exits, locks
 from trajstore._core.base.interrupts import start_thread
 from trajstore._core.feeding.limiter import RateLimiter
-from trajstore._core.feeding.source import Source
+from trajstore._core.feeding.source import Parts, Source
 from trajstore.errors import EmptyBufferError, EpochsEndedError, StoreClosedError, TrajectoryUnavailableError
 
 logger = logging.getLogger(__name__)
 
-D = TypeVar("D")
 T = TypeVar("T")
 
 _LOOK_AGAIN = 0.01
@@ -42,12 +41,12 @@ _REDRAWS = 100
 
 
 @dataclass(slots=True)
-class _Made(Generic[D, T]):
-    drawn: D
+class _Made(Generic[T]):
+    drawn: Parts
     batch: T
 
 
-class Prefetcher(Generic[D, T]):
+class Prefetcher(Generic[T]):
     """Draws and reads batches in a thread while earlier ones are used.
 
     A batch that is drawn but not yet returned is *under way*. The state lists the rows of these, so that a resumed run
@@ -63,8 +62,8 @@ class Prefetcher(Generic[D, T]):
 
     def __init__(
         self,
-        source: Source[D],
-        make: Callable[[D, int], T],
+        source: Source,
+        make: Callable[[Parts, int], T],
         depth: int,
         *,
         waits: bool = True,
@@ -77,9 +76,9 @@ class Prefetcher(Generic[D, T]):
         self._limiter = limiter
         self._waits_for = _NOT_FILLED
         self._changed = locks.condition("Prefetcher._changed")
-        self._resumed: deque[D] = deque()
-        self._making: D | None = None
-        self._made: deque[_Made[D, T]] = deque()
+        self._resumed: deque[Parts] = deque()
+        self._making: Parts | None = None
+        self._made: deque[_Made[T]] = deque()
         self._handed_out = 0
         self._batches = 0
         """Number of batches returned since the beginning, also by the loaders that this one continues."""
@@ -97,7 +96,7 @@ class Prefetcher(Generic[D, T]):
             exits.stop_at_exit(self)
             start_thread(self._thread)
 
-    def next(self, timeout: float | None = None, record: Callable[[int, T], None] | None = None) -> tuple[D, T]:
+    def next(self, timeout: float | None = None, record: Callable[[int, T], None] | None = None) -> tuple[Parts, T]:
         """Return the rows of the next batch and the batch itself; blocks.
 
         Args:
@@ -136,11 +135,11 @@ class Prefetcher(Generic[D, T]):
             self._changed.notify_all()
             return True
 
-    def _resume(self, drawn: Sequence[D | None]) -> None:
+    def _resume(self, drawn: Sequence[Parts | None]) -> None:
         """Make batches before all others; needs the lock."""
         self._resumed.extendleft(rows for rows in reversed(drawn) if rows is not None)
 
-    def _mended(self, drawn: D) -> D | None:
+    def _mended(self, drawn: Parts) -> Parts | None:
         """Return a batch with other rows for those that are gone; None if no rows are left."""
         self.redrawn += 1
         if self.redrawn == 1:
@@ -151,7 +150,7 @@ class Prefetcher(Generic[D, T]):
             )
         return self._source.mend(drawn)
 
-    def _wait_for_batch(self, timeout: float | None) -> _Made[D, T]:
+    def _wait_for_batch(self, timeout: float | None) -> _Made[T]:
         with self._changed:
             has_result = self._wait(_SAYS_AFTER if timeout is None else timeout)
             if not has_result and timeout is None:
@@ -243,7 +242,7 @@ class Prefetcher(Generic[D, T]):
                 self._error = error
                 self._changed.notify_all()
 
-    def _draw_again(self, drawn: D) -> None:
+    def _draw_again(self, drawn: Parts) -> None:
         with self._changed:
             if self._making is drawn:
                 self._making = None
@@ -264,7 +263,7 @@ class Prefetcher(Generic[D, T]):
         if in_time:
             time.sleep(_HAND_OVER)
 
-    def _next_drawn(self) -> D | None:
+    def _next_drawn(self) -> Parts | None:
         """Wait until there is room and something to draw; None on shutdown."""
         pause = _LOOK_AGAIN
         while True:

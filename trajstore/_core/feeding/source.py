@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar, Unpack, cast
+from typing import Any, ClassVar, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,84 +28,137 @@ from trajstore._core.feeding.belonging import (
 )
 from trajstore._core.feeding.options import (
     BatchOptions,
+    LoaderOptions,
     Replay,
-    RowLedger,
     check_options,
     check_recorded,
     check_sampler,
-    selection_settings,
     share_of_batch,
 )
 from trajstore._core.feeding.shares import Share, counts_of, parts_of, shares_of
-from trajstore._core.sampling.base import NO_TRAJECTORY, Drawn, Sampler
+from trajstore._core.sampling.base import NO_TRAJECTORY, Drawn, Unit
 from trajstore._core.sampling.selection import Selection, selected
 from trajstore._core.sampling.states import check_state
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError, listed, trajectories
 
 logger = logging.getLogger(__name__)
 
-D = TypeVar("D")
+Parts = tuple[Drawn, ...]
+"""Rows of a batch, each part drawn from one buffer."""
 
 
-class Source(ABC, Generic[D]):
-    """Draws batches and reads them later. ``D`` describes the rows of a batch.
+class Source(ABC):
+    """Draws batches of one or several buffers, and reads them later.
+
+    Args:
+        shares: the buffers by name, with their samplers.
+        batch_size: size of the global batch.
+        options: options of a loader that determine a batch.
+        unit: unit that its samplers must draw.
 
     Attributes:
+        names: names of the buffers.
         samplers: samplers of the buffers.
         ledgers: ledgers for the rows of the buffers.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
     """
 
-    samplers: list[Sampler | None]
-    ledgers: list[RowLedger | None]
+    kind: ClassVar[str]
+    """What batches are made of, for messages."""
+
+    def __init__(self, shares: Mapping[str, Share], batch_size: int, options: LoaderOptions, unit: Unit) -> None:
+        self.names, self._buffers = list(shares), [share.buffer for share in shares.values()]
+        self.samplers = [share.sampler for share in shares.values()]
+        self.ledgers = [share.ledger for share in shares.values()]
+        self._min_sizes = [share.min_size for share in shares.values()]
+        for share in shares.values():
+            share_of_batch(options, batch_size, share.buffer)  # rejects buffers that ranks would not draw alike from
+            check_sampler("sampler", share.sampler, unit)
+            if share.ledger is not None:
+                check_recorded(share.buffer)
+        self._rank, self.batch_size = share_of_batch(options, batch_size, self._buffers[0])
+        self._selected = [selected(share.sampler, share.where, share.ids, "sample") for share in shares.values()]
+        self._columns = options.get("columns")
 
     @property
-    @abstractmethod
     def closed(self) -> bool:
         """True if a buffer was closed."""
+        return any(buffer._closed for buffer in self._buffers)
 
     @property
-    @abstractmethod
     def grows(self) -> bool:
         """True if a buffer may still receive trajectories."""
+        return any(buffer._grows for buffer in self._buffers)
 
-    @abstractmethod
     def continue_draws(self) -> None:
         """Continue the generators' draws in this process, see :class:`~trajstore._core.sampling.draws.Draws`."""
+        for buffer in self._buffers:
+            buffer._sampling.continue_draws()
 
-    @abstractmethod
     def unfilled(self) -> str:
-        """Return which buffers lack their minimum number of trajectories; empty if none.
+        """Return which buffers have too few trajectories, and columns that an empty one lacks; empty if none.
 
         Raises:
             EmptyBufferError: one shows a saved point, which gets no more.
+            ConfigurationError: the condition for an empty one is invalid, whatever columns there will be.
         """
+        few = []
+        for name, buffer, least, sampler in zip(
+            self.names, self._buffers, self._min_sizes, self._selected, strict=True
+        ):
+            if not buffer.is_ready(least):
+                few.append(f"{name} has {len(buffer)} of {trajectories(least)}")
+                if not buffer._grows:
+                    raise EmptyBufferError(
+                        f"{few[-1]}, and a saved point gets no more; open the store, or lower min_size"
+                    )
+                if isinstance(buffer, Reader) and not isinstance(buffer, TrajectoryReplayBuffer):
+                    few[-1] += " (a reader: it shows later commits only after refresh())"
+                if not len(buffer) and isinstance(sampler, Selection) and isinstance(buffer, Reader):
+                    few[-1] += buffer._sampling.unknown_column(sampler)
+        return ", ".join(few)
 
     def ready(self) -> bool:
         """Return whether every buffer has its minimum number of trajectories."""
         return not self.unfilled()
 
+    # -- batches ----------------------------------------------------------------------------------
+
     @abstractmethod
-    def draw(self) -> D:
+    def draw(self) -> Parts:
         """Choose the rows of the next global batch.
 
         Raises:
             EmptyBufferError: there is nothing to draw from.
         """
 
-    @abstractmethod
+    def buffers_of(self, parts: Sequence[Any]) -> Sequence[Replay]:
+        """Return the buffer of each part of a batch."""
+        return self._buffers
+
     def revision(self) -> Any:
-        """Return a value that changes whenever a trajectory leaves a buffer."""
+        """Return a value that changes whenever a trajectory leaves a buffer; of a handle, always 0."""
+        return [buffer._sampling.revision() if isinstance(buffer, Reader) else 0 for buffer in self._buffers]
+
+    def is_current(self, drawn: Parts) -> bool:
+        """Return whether all rows of a batch can still be drawn; a handle's rows count as they were read."""
+        return all(
+            not isinstance(buffer, Reader) or buffer._sampling.readable(part).all()
+            for buffer, part in zip(self.buffers_of(drawn), drawn, strict=True)
+        )
 
     @abstractmethod
-    def is_current(self, drawn: D) -> bool:
-        """Return whether all rows of a batch can still be drawn."""
-
-    @abstractmethod
-    def mend(self, drawn: D) -> D | None:
+    def mend(self, drawn: Parts) -> Parts | None:
         """Replace a batch's rows of evicted trajectories; None if no rows are left."""
 
     @abstractmethod
-    def read(self, drawn: D, out: Mapping[str, torch.Tensor] | None = None) -> Any:
+    def part(self, drawn: Parts) -> Parts:
+        """Return this rank's part of a global batch."""
+
+    @abstractmethod
+    def read(self, drawn: Parts, out: Mapping[str, torch.Tensor] | None = None) -> Any:
         """Return this rank's part of a batch.
 
         Args:
@@ -117,7 +170,7 @@ class Source(ABC, Generic[D]):
         """
 
     @abstractmethod
-    def columns(self, drawn: D) -> list[dict[str, npt.NDArray[Any]] | None]:
+    def columns(self, drawn: Parts) -> list[dict[str, npt.NDArray[Any]] | None]:
         """Return the rows of this rank's part of a batch for each ledger, by column of ``trajstore.ledger.ROW``.
 
         Raises:
@@ -125,61 +178,118 @@ class Source(ABC, Generic[D]):
         """
 
     @abstractmethod
-    def rows(self, drawn: D) -> int:
+    def rows(self, drawn: Parts) -> int:
         """Return the number of rows in this rank's part of a batch."""
 
     @abstractmethod
-    def size(self, drawn: D) -> int:
+    def size(self, drawn: Parts) -> int:
         """Return the number of rows of the first buffer in a global batch."""
 
-    @abstractmethod
-    def state_of(self, drawn: D) -> Any:
+    def figures(self) -> dict[str, float]:
+        """Return flat numbers for metrics."""
+        return {}
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_of(self, drawn: Parts) -> Any:
         """Return the rows of a batch as plain containers and tensors."""
+        return list(map(rows_state, drawn, self.buffers_of(drawn)))
 
-    @abstractmethod
-    def drawn_of(self, state: Any) -> D:
+    def drawn_of(self, state: Any) -> Parts:
         """Return the rows of a :meth:`state_of`."""
+        return tuple(map(rows_of, state))
 
-    @abstractmethod
     def check_rows(self, state: Any) -> None:
         """Reject a :meth:`state_of` whose ids refer to other trajectories here.
 
         Raises:
             ConfigurationError: an id does; names it.
         """
+        buffers = self.buffers_of(state)
+        if len(state) != len(buffers):
+            raise ConfigurationError(f"state: a batch under way is of {len(state)} buffers, here {len(buffers)}")
+        for rows, buffer in zip(state, buffers, strict=True):
+            check_rows(rows, buffer)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Values besides the draws that determine the sequence of batches."""
+        return {
+            "batch_size": self.batch_size,
+            "sample_window_size": [buffer.sample_window_size for buffer in self._buffers],
+            "selection": [
+                sampler.settings if isinstance(sampler, Selection) else {"where": None, "ids": None}
+                for sampler in self._selected
+            ],
+        }
 
     @abstractmethod
+    def left_over(self) -> dict[str, Any]:
+        """Return the state of what was drawn and is in no batch yet."""
+
+    @abstractmethod
+    def check_left_over(self, state: Mapping[str, Any]) -> None:
+        """Reject a :meth:`left_over` of other trajectories.
+
+        Raises:
+            ConfigurationError: it is; names one.
+        """
+
+    @abstractmethod
+    def load_left_over(self, state: Mapping[str, Any]) -> None:
+        """Load a :meth:`left_over` that was checked."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return generators and samplers as of the last draw, and the source's identity."""
+        return {
+            "kind": self.kind,
+            "batches": self.settings,
+            "of": [belonging_of(buffer) for buffer in self._buffers],
+            "buffers": [buffer.state_dict() for buffer in self._buffers],
+            "samplers": [None if sampler is None else sampler.state_dict() for sampler in self._selected],
+            "left_over": self.left_over(),
+        }
 
-    @abstractmethod
+    def changed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state relabelled as one of this source's batches."""
+        return {**state, "batches": self.settings}
+
     def check(self, state: Any) -> list[str]:
         """Reject the state of another source; return a sentence for each difference.
 
         Raises:
             ConfigurationError: it is invalid, or of a source with other parts, batches or trajectories.
         """
+        check_state(state, ("kind", "batches", "of", "buffers", "samplers", "left_over"), only=True)
+        if state["kind"] != self.kind:
+            raise ConfigurationError(f"the state is of a loader of {state['kind']}, this one is of {self.kind}")
+        given, here = ([part is not None for part in parts] for parts in (state["samplers"], self._selected))
+        if given != here:
+            raise ConfigurationError(
+                f"the state is of a loader with other samplers or selections (sampler=, where= or ids= given: {given}, "
+                f"here {here}); construct the loader with as many"
+            )
+        check_batches(state["batches"], self.settings)
+        if any(len(state[name]) != len(self.names) for name in ("of", "buffers")):
+            raise ConfigurationError(f"the state is of another number of buffers than {len(self.names)}")
+        self.check_left_over(state["left_over"])
+        roles = ["replay buffer"] if len(self.names) == 1 else self.names
+        return list(itertools.chain(*map(check_belonging, roles, self._buffers, state["of"])))
 
-    @property
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """Values besides the draws that determine the sequence of batches."""
-
-    def changed(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state relabelled as one of this source's batches."""
-        return {**state, "batches": self.settings}
-
-    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a :meth:`state_dict` that was checked.
 
         Raises:
             ConfigurationError: as in :meth:`check`, or the samplers differ.
         """
-
-    def figures(self) -> dict[str, float]:
-        """Return flat numbers for metrics."""
-        return {}
+        self.check(state)  # again: it may be loaded later, perhaps in another process
+        parts = zip(self._buffers, self._selected, state["buffers"], state["samplers"], strict=True)
+        for buffer, sampler, of_buffer, of_sampler in parts:
+            if sampler is not None:
+                sampler.follow(buffer)
+                sampler.load_state_dict(of_sampler)
+            buffer.load_state_dict(of_buffer)
+        self.load_left_over(state["left_over"])
 
 
 _ABSENT: Mapping[str, np.generic] = {
@@ -190,35 +300,23 @@ _ABSENT: Mapping[str, np.generic] = {
 """Value of each attribute of drawn rows in batches with rows of another buffer that has it."""
 
 
-class DrawnBatch(tuple[Drawn, ...]):
-    """Rows of a batch, drawn from each buffer in turn."""
-
-    __slots__ = ()
-
-    @property
-    def size(self) -> int:
-        """Number of rows."""
-        return sum(map(len, self))
-
-    @property
-    def together(self) -> Drawn:
-        """All rows, in the order of the batch; only those of the first buffer have ids. See :data:`_ABSENT`."""
-        if len(self) == 1:
-            return self[0]
-        others = (
-            replace(part, ids=np.full(len(part), NO_TRAJECTORY), names=np.zeros(len(part), np.int64))
-            for part in self[1:]
-        )
-        parts = [(part, part.arrays) for part in (self[0], *others)]
-        filled: dict[str, Any] = {
-            name: np.concatenate([here.get(name, np.full(len(part), absent)) for part, here in parts])
-            for name, absent in _ABSENT.items()
-            if any(name in here for _, here in parts)
-        }
-        return replace(self[0], chances=None, **filled)
+def together(parts: Parts) -> Drawn:
+    """Return all rows of a batch in its order; only those of the first buffer have ids. See :data:`_ABSENT`."""
+    if len(parts) == 1:
+        return parts[0]
+    others = (
+        replace(part, ids=np.full(len(part), NO_TRAJECTORY), names=np.zeros(len(part), np.int64)) for part in parts[1:]
+    )
+    with_arrays = [(part, part.arrays) for part in (parts[0], *others)]
+    filled: dict[str, Any] = {
+        name: np.concatenate([here.get(name, np.full(len(part), absent)) for part, here in with_arrays])
+        for name, absent in _ABSENT.items()
+        if any(name in here for _, here in with_arrays)
+    }
+    return replace(parts[0], chances=None, **filled)
 
 
-class BatchSource(Source[DrawnBatch]):
+class BatchSource(Source):
     """Draws transitions of one or several buffers.
 
     Args:
@@ -230,19 +328,12 @@ class BatchSource(Source[DrawnBatch]):
         ConfigurationError: an argument is out of range.
     """
 
+    kind = "transitions"
+
     def __init__(self, replay: Replay | Mapping[str, Share], batch_size: int, **options: Unpack[BatchOptions]) -> None:
         check_options("ReplayLoader", options, BatchOptions)
         shares = shares_of(replay, options)
-        self.names, self._buffers = list(shares), [share.buffer for share in shares.values()]
-        self.samplers = [share.sampler for share in shares.values()]
-        self.ledgers = [share.ledger for share in shares.values()]
-        self._min_sizes = [share.min_size for share in shares.values()]
-        for share in shares.values():
-            share_of_batch(options, batch_size, share.buffer)  # rejects buffers that ranks would not draw alike from
-            check_sampler("sampler", share.sampler, "sample")
-            if share.ledger is not None:
-                check_recorded(share.buffer)
-        self._rank, self.batch_size = share_of_batch(options, batch_size, self._buffers[0])
+        super().__init__(shares, batch_size, options, "sample")
         self._counts = counts_of(whole("batch_size", batch_size, 1), shares)
         if options.get("stores") == "per_rank":
             parts = parts_of(self._counts, rank_of_ranks("rank", options.get("rank", (0, 1))))
@@ -250,8 +341,6 @@ class BatchSource(Source[DrawnBatch]):
             if not all(self._counts):
                 lacking = self.names[self._counts.index(0)]
                 raise ConfigurationError(f"batch_size: {batch_size}, too small: a rank's part has no rows of {lacking}")
-        self._selected = [selected(share.sampler, share.where, share.ids, "sample") for share in shares.values()]
-        self._columns = options.get("columns")
         self._form = options.get("rows")
         for name, buffer in zip(self.names, self._buffers, strict=True):
             if self._form is not None:
@@ -266,36 +355,19 @@ class BatchSource(Source[DrawnBatch]):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {
-            "batch_size": self.batch_size,
+        own = {
             "shares": dict(zip(self.names, self._counts, strict=True)),
             "rows": None if self._form is None else self._form.settings,
-            "sample_window_size": [buffer.sample_window_size for buffer in self._buffers],
-            "selection": [selection_settings(sampler) for sampler in self._selected],
         }
+        return super().settings | own
 
-    @property
-    def closed(self) -> bool:
-        return any(buffer._closed for buffer in self._buffers)
-
-    @property
-    def grows(self) -> bool:
-        return any(buffer._grows for buffer in self._buffers)
-
-    def continue_draws(self) -> None:
-        for buffer in self._buffers:
-            buffer._sampling.continue_draws()
-
-    def unfilled(self) -> str:
-        return unfilled(zip(self.names, self._buffers, self._min_sizes, self._selected, strict=True))
-
-    def draw(self) -> DrawnBatch:
+    def draw(self) -> Parts:
         """Choose the rows of the next global batch; the first buffer provides the rows that others lack."""
         for place in range(len(self.names) - 1, -1, -1):
             if self._drawn[place] is None:
                 others = sum(len(part) for part in self._drawn[1:] if part is not None)
                 self._drawn[place] = self._draw(place, self._counts[place] if place else sum(self._counts) - others)
-        drawn = DrawnBatch(part for part in self._drawn if part is not None)
+        drawn = tuple(part for part in self._drawn if part is not None)
         self._drawn = [None] * len(drawn)
         return drawn
 
@@ -322,14 +394,8 @@ class BatchSource(Source[DrawnBatch]):
             )
         return drawn
 
-    def revision(self) -> Any:
-        return [*map(revision_of, self._buffers)]
-
-    def is_current(self, drawn: DrawnBatch) -> bool:
-        return all(are_there(buffer, part) for buffer, part in zip(self._buffers, drawn, strict=True))
-
-    def mend(self, drawn: DrawnBatch) -> DrawnBatch | None:
-        mended = DrawnBatch(self._mended(place, part) for place, part in enumerate(drawn))
+    def mend(self, drawn: Parts) -> Parts | None:
+        mended = tuple(self._mended(place, part) for place, part in enumerate(drawn))
         return mended if all(map(len, mended)) else None
 
     def _mended(self, place: int, drawn: Drawn) -> Drawn:
@@ -340,27 +406,27 @@ class BatchSource(Source[DrawnBatch]):
         except EmptyBufferError:  # the sampler is exhausted, or the buffer was emptied
             return left
 
-    def columns(self, drawn: DrawnBatch) -> list[dict[str, npt.NDArray[Any]] | None]:
+    def columns(self, drawn: Parts) -> list[dict[str, npt.NDArray[Any]] | None]:
         steps = 1 if self._form is None else self._form.steps
         return [
             None if ledger is None else columns_of(buffer, part) | {"tokens": np.full(len(part), steps)}
             for buffer, ledger, part in zip(self._buffers, self.ledgers, self.part(drawn), strict=True)
         ]
 
-    def rows(self, drawn: DrawnBatch) -> int:
-        return self.part(drawn).size
+    def rows(self, drawn: Parts) -> int:
+        return sum(map(len, self.part(drawn)))
 
-    def size(self, drawn: DrawnBatch) -> int:
+    def size(self, drawn: Parts) -> int:
         return len(drawn[0])
 
-    def part(self, drawn: DrawnBatch) -> DrawnBatch:
+    def part(self, drawn: Parts) -> Parts:
         """Return this rank's part of a global batch: equally many rows per rank, with its share of each buffer."""
         if self._rank[1] == 1:
             return drawn
         parts = parts_of([len(part) for part in drawn], self._rank)
-        return DrawnBatch(rows.at(part) for rows, part in zip(drawn, parts, strict=True))
+        return tuple(rows.at(part) for rows, part in zip(drawn, parts, strict=True))
 
-    def read(self, drawn: DrawnBatch, out: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
+    def read(self, drawn: Parts, out: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
         """Return this rank's part of a batch as a nested dict of tensors ``[n, ...]``.
 
         Args:
@@ -421,55 +487,19 @@ class BatchSource(Source[DrawnBatch]):
 
     # -- state ------------------------------------------------------------------------------------
 
-    def state_of(self, drawn: DrawnBatch) -> Any:
-        return list(map(rows_state, drawn, self._buffers))
+    def left_over(self) -> dict[str, Any]:
+        return {"drawn": list(map(rows_state, self._drawn, self._buffers))}
 
-    def drawn_of(self, state: Any) -> DrawnBatch:
-        return DrawnBatch(map(rows_of, state))
-
-    def check_rows(self, state: Any) -> None:
-        if len(state) != len(self._buffers):
-            raise ConfigurationError(f"state: a batch under way is of {len(state)} buffers, here {len(self._buffers)}")
-        for rows, buffer in zip(state, self._buffers, strict=True):
-            check_rows(rows, buffer)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "batches": self.settings,
-            "of": [belonging_of(buffer) for buffer in self._buffers],
-            "buffers": [buffer.state_dict() for buffer in self._buffers],
-            "drawn": list(map(rows_state, self._drawn, self._buffers)),
-            "samplers": [None if sampler is None else sampler.state_dict() for sampler in self._selected],
-        }
-
-    def check(self, state: Any) -> list[str]:
-        if isinstance(state, Mapping) and "waiting" in state:
-            raise ConfigurationError("the state is of a loader of token batches; this one's batches are transitions")
-        check_state(state, ("batches", "of", "buffers", "drawn", "samplers"), only=True)
-        given, here = ([part is not None for part in parts] for parts in (state["samplers"], self._selected))
-        if given != here:
-            raise ConfigurationError(
-                f"the state is of a loader with other samplers or selections (sampler=, where= or ids= given: {given}, "
-                f"here {here}); construct the loader with as many"
-            )
-        check_batches(state["batches"], self.settings)
-        if any(len(state[name]) != len(self.names) for name in ("of", "buffers", "drawn")):
+    def check_left_over(self, state: Mapping[str, Any]) -> None:
+        check_state(state, ("drawn",), only=True)
+        if len(state["drawn"]) != len(self.names):
             raise ConfigurationError(f"the state is of another number of buffers than {len(self.names)}")
         for rows, buffer in zip(state["drawn"], self._buffers, strict=True):
             if rows is not None:
                 check_rows(rows, buffer)
-        roles = ["replay buffer"] if len(self.names) == 1 else self.names
-        return list(itertools.chain(*map(check_belonging, roles, self._buffers, state["of"])))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.check(state)  # again: it may be loaded later, perhaps in another process
+    def load_left_over(self, state: Mapping[str, Any]) -> None:
         self._drawn = [None if rows is None else rows_of(rows) for rows in state["drawn"]]
-        parts = zip(self._buffers, self._selected, state["buffers"], state["samplers"], strict=True)
-        for buffer, sampler, of_buffer, of_sampler in parts:
-            if sampler is not None:
-                sampler.follow(buffer)
-                sampler.load_state_dict(of_sampler)
-            buffer.load_state_dict(of_buffer)
 
 
 def _kind(column: torch.Tensor | None, *, with_dtype: bool) -> str:
@@ -492,45 +522,12 @@ def _copied(values: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor])
     return {name: out[name][: len(tensor)].copy_(tensor) for name, tensor in values.items()}
 
 
-def unfilled(buffers: Iterable[tuple[str, Replay, int, Sampler | None]]) -> str:
-    """Return which buffers have too few trajectories, and columns that an empty one lacks; empty if none.
-
-    Args:
-        buffers: name, buffer, minimum number of trajectories and sampler of each.
-
-    Raises:
-        EmptyBufferError: one shows a saved point, which gets no more.
-        ConfigurationError: the condition for an empty one is invalid, whatever columns there will be.
-    """
-    few = []
-    for name, buffer, least, sampler in buffers:
-        if not buffer.is_ready(least):
-            few.append(f"{name} has {len(buffer)} of {trajectories(least)}")
-            if not buffer._grows:
-                raise EmptyBufferError(f"{few[-1]}, and a saved point gets no more; open the store, or lower min_size")
-            if isinstance(buffer, Reader) and not isinstance(buffer, TrajectoryReplayBuffer):
-                few[-1] += " (a reader: it shows later commits only after refresh())"
-            if not len(buffer) and isinstance(sampler, Selection) and isinstance(buffer, Reader):
-                few[-1] += buffer._sampling.unknown_column(sampler)
-    return ", ".join(few)
-
-
 def columns_of(buffer: Any, drawn: Drawn) -> dict[str, npt.NDArray[Any]]:
     """Return the columns of drawn rows for a ledger."""
     row, version = buffer._sampling.origins(drawn)
     given = {"weight": drawn.weights, "probability": drawn.probabilities}
     known = {name: values for name, values in given.items() if values is not None}
     return {"trajectory": drawn.ids, "row": row, "version": version, **known}
-
-
-def revision_of(buffer: Replay) -> Any:
-    """Return a value that changes whenever a trajectory leaves a buffer; of a handle, always 0."""
-    return buffer._sampling.revision() if isinstance(buffer, Reader) else 0
-
-
-def are_there(buffer: Replay, drawn: Drawn) -> bool:
-    """Return whether the trajectories of all rows are still readable; a handle's rows count as they were read."""
-    return not isinstance(buffer, Reader) or bool(buffer._sampling.readable(drawn).all())
 
 
 def still_there(buffer: Replay, drawn: Drawn) -> Drawn:

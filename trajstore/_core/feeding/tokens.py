@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, Unpack
@@ -15,26 +15,11 @@ import torch
 from trajstore._core.base.arguments import check_instance, whole
 from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.reader import Reader
-from trajstore._core.feeding.belonging import (
-    belonging_of,
-    check_batches,
-    check_belonging,
-    check_rows,
-    rows_of,
-    rows_state,
-)
-from trajstore._core.feeding.options import (
-    Layout,
-    LongTrajectories,
-    TokenOptions,
-    check_options,
-    check_recorded,
-    selection_of,
-    selection_settings,
-    share_of_batch,
-)
+from trajstore._core.feeding.belonging import check_rows, rows_of, rows_state
+from trajstore._core.feeding.options import Layout, LongTrajectories, Replay, TokenOptions, check_options
 from trajstore._core.feeding.packing import Room, lay_out
-from trajstore._core.feeding.source import Source, are_there, columns_of, revision_of, still_there, unfilled
+from trajstore._core.feeding.shares import shares_of
+from trajstore._core.feeding.source import Parts, Source, columns_of, still_there
 from trajstore._core.sampling.base import Drawn
 from trajstore._core.sampling.states import array_in, check_state, tensor_of, whole_in
 from trajstore._core.store.run_ids import shown_id
@@ -52,7 +37,7 @@ _IN_VAIN = 10_000
 _NONE = Drawn(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
-class TokenSource(Source[tuple[Drawn, ...]]):
+class TokenSource(Source):
     """Draws whole trajectories one by one; a global batch is a number of packs.
 
     Drawn trajectories wait until they fit. A pack takes the oldest waiting one, then every other that still fits, and
@@ -68,6 +53,8 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         ConfigurationError: an argument is out of range.
     """
 
+    kind = "token batches"
+
     def __init__(self, buffer: Reader, tokens: int, **options: Unpack[TokenOptions]) -> None:
         check_options("TokenLoader", options, TokenOptions)
         check_instance(
@@ -76,54 +63,29 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             Reader,
             "a reader or buffer, whose mapped files tokens are copied from; for stores of Ray open the path of the run",
         )
-        self.ledgers = [options.get("ledger")]
-        self.samplers = [options.get("sampler")]
-        if options.get("ledger") is not None:
-            check_recorded(buffer)
         self._buffer = buffer
         self._tokens = tokens = whole("tokens", tokens, 1)
-        self._batch_size = options.get("batch_size", 1)
         self._layout: Layout = options.get("layout", "packed")
         self._long: LongTrajectories = options.get("long", "refuse")
         self._pad_id = options.get("pad_id", 0)
         if self._pad_id and self._layout == "packed":
             raise ConfigurationError(f"pad_id: {self._pad_id}, has no effect on packed batches, which have no padding")
-        self._rank, self._batch_size = share_of_batch(options, self._batch_size, buffer)
-        self._min_size = options.get("min_size", 1)
-        self._sampler = selection_of(options, "trajectory")
-        self._columns = options.get("columns")
+        super().__init__(shares_of(buffer, options), options.get("batch_size", 1), options, "trajectory")
+        (self._sampler,) = self._selected
         self._waiting, self._lengths = _NONE, np.zeros(0, np.int64)
         """Drawn trajectories that are in no pack yet, and their numbers of tokens."""
         self._skipped = 0
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {
-            "tokens": self._tokens,
-            "layout": self._layout,
-            "batch_size": self._batch_size,
-            "long": self._long,
-            "sample_window_size": [self._buffer.sample_window_size],
-            **selection_settings(self._sampler),
-        }
+        return super().settings | {"tokens": self._tokens, "layout": self._layout, "long": self._long}
 
-    @property
-    def closed(self) -> bool:
-        return self._buffer._closed
-
-    @property
-    def grows(self) -> bool:
-        return self._buffer._grows
-
-    def continue_draws(self) -> None:
-        self._buffer._sampling.continue_draws()
-
-    def unfilled(self) -> str:
-        return unfilled([("the buffer", self._buffer, self._min_size, self._sampler)])
+    def buffers_of(self, parts: Sequence[Any]) -> Sequence[Replay]:
+        return self._buffers * len(parts)
 
     # -- drawing ----------------------------------------------------------------------------------
 
-    def draw(self) -> tuple[Drawn, ...]:
+    def draw(self) -> Parts:
         """Return the packs of the next global batch as rows; fewer at the very end.
 
         Raises:
@@ -132,7 +94,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         """
         packs: list[Drawn] = []
         try:
-            while len(packs) < self._batch_size:
+            while len(packs) < self.batch_size:
                 packs.append(self._pack())
         except EmptyBufferError:
             if not packs:
@@ -205,36 +167,30 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         self._skipped += 1
         return False
 
-    def revision(self) -> Any:
-        return revision_of(self._buffer)
-
-    def is_current(self, drawn: tuple[Drawn, ...]) -> bool:
-        return all(are_there(self._buffer, pack) for pack in drawn)
-
-    def mend(self, drawn: tuple[Drawn, ...]) -> tuple[Drawn, ...] | None:
+    def mend(self, drawn: Parts) -> Parts | None:
         left = tuple(still_there(self._buffer, pack) for pack in drawn)
         return tuple(pack for pack in left if len(pack)) or None
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def columns(self, drawn: tuple[Drawn, ...]) -> list[dict[str, npt.NDArray[Any]] | None]:
-        rows = reduce(_joined, self._part(drawn), drawn[0].at(slice(0)))
+    def columns(self, drawn: Parts) -> list[dict[str, npt.NDArray[Any]] | None]:
+        rows = reduce(_joined, self.part(drawn), drawn[0].at(slice(0)))
         return [columns_of(self._buffer, rows) | {"tokens": self._buffer._sampling.extents(rows.ids)[0]}]
 
-    def rows(self, drawn: tuple[Drawn, ...]) -> int:
-        return len(self._part(drawn))
+    def rows(self, drawn: Parts) -> int:
+        return len(self.part(drawn))
 
-    def size(self, drawn: tuple[Drawn, ...]) -> int:
+    def size(self, drawn: Parts) -> int:
         return sum(map(len, drawn))
 
-    def _part(self, drawn: tuple[Drawn, ...]) -> tuple[Drawn, ...]:
+    def part(self, drawn: Parts) -> Parts:
         low, high = (len(drawn) * number // self._rank[1] for number in (self._rank[0], self._rank[0] + 1))
         return drawn[low:high]
 
-    def read(self, drawn: tuple[Drawn, ...], out: Mapping[str, torch.Tensor] | None = None) -> list[dict[str, Any]]:
+    def read(self, drawn: Parts, out: Mapping[str, torch.Tensor] | None = None) -> list[dict[str, Any]]:
         """Return this rank's packs, see :func:`~trajstore._core.feeding.packing.lay_out`; ignores ``out``."""
         packs = []
-        for pack in self._part(drawn):
+        for pack in self.part(drawn):
             rows = self._buffer._sampling.token_rows(pack.ids, self._columns)
             try:
                 if not self._buffer._sampling.readable(pack).all():
@@ -246,47 +202,19 @@ class TokenSource(Source[tuple[Drawn, ...]]):
 
     # -- state ------------------------------------------------------------------------------------
 
-    def state_of(self, drawn: tuple[Drawn, ...]) -> Any:
-        return [rows_state(pack, self._buffer) for pack in drawn]
-
-    def drawn_of(self, state: Any) -> tuple[Drawn, ...]:
-        return tuple(map(rows_of, state))
-
-    def check_rows(self, state: Any) -> None:
-        for pack in state:
-            check_rows(pack, self._buffer)
-
-    def state_dict(self) -> dict[str, Any]:
+    def left_over(self) -> dict[str, Any]:
         return {
-            "of": belonging_of(self._buffer),
-            "buffer": self._buffer.state_dict(),
-            "sampler": None if self._sampler is None else self._sampler.state_dict(),
             "waiting": rows_state(self._waiting, self._buffer),
             "waiting_tokens": tensor_of(self._lengths),
             "skipped": self._skipped,
-            "batches": self.settings,
         }
 
-    def check(self, state: Any) -> list[str]:
-        if isinstance(state, Mapping) and "samplers" in state:
-            raise ConfigurationError("the state is of a loader of transitions; this one's batches are of tokens")
-        check_state(state, ("buffer", "sampler", "waiting", "waiting_tokens", "skipped", "batches", "of"), only=True)
+    def check_left_over(self, state: Mapping[str, Any]) -> None:
+        check_state(state, ("waiting", "waiting_tokens", "skipped"), only=True)
         whole_in(state, "skipped")
-        if (state["sampler"] is None) != (self._sampler is None):
-            raise ConfigurationError(
-                f"the state is of a loader with {'no' if state['sampler'] is None else 'a'} sampler, where= or ids=; "
-                f"here is {'none' if self._sampler is None else 'one'}"
-            )
-        check_batches(state["batches"], self.settings)
         check_rows(state["waiting"], self._buffer, "what waits for a pack")
-        return check_belonging("buffer", self._buffer, state["of"])
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.check(state)  # again: it may be loaded later, perhaps in another process
-        if self._sampler is not None:
-            self._sampler.follow(self._buffer)
-            self._sampler.load_state_dict(state["sampler"])
-        self._buffer.load_state_dict(state["buffer"])
+    def load_left_over(self, state: Mapping[str, Any]) -> None:
         self._skipped = int(state["skipped"])
         waiting = rows_of(state["waiting"])
         self._waiting, self._lengths = _NONE, np.zeros(0, np.int64)
