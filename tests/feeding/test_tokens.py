@@ -330,10 +330,7 @@ def test_a_state_of_another_loader_is_refused() -> None:
     for state, message in (
         (ReplayLoader(buffer, 4).state_dict(), "is of a loader of transitions"),
         (TokenLoader(buffer, 20).state_dict(), r"tokens 20 \(here 10\)"),
-        (
-            TokenLoader(buffer, 10, sampler=EpochSampler(unit="trajectory")).state_dict(),
-            "other samplers or selections",
-        ),
+        (TokenLoader(buffer, 10, sampler=EpochSampler(unit="trajectory")).state_dict(), "other samplers or selections"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             TokenLoader(buffer, 10).load_state_dict(state)

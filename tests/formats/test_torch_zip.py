@@ -26,6 +26,7 @@ from trajstore._core.formats.torch_zip import (
     ALIGNMENT,
     TensorPlace,
     TensorSlot,
+    UnplacedTensor,
     damaged_members,
     locate,
     write_torch_zip,
@@ -173,24 +174,26 @@ def test_only_plain_content_is_written(foreign: Any) -> None:
         write_torch_zip({"x": [foreign]})
 
 
+@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.tensor([1 + 2j]).conj()], ids=["sparse", "conj"])
+def test_tensors_that_are_no_region_of_the_file_have_no_place(tensor: torch.Tensor) -> None:
+    unplaced, place = locate(saved([tensor, torch.ones(2)]))
+    assert isinstance(unplaced, UnplacedTensor)
+    assert isinstance(place, TensorPlace)
+
+
 @pytest.mark.parametrize(
-    "data",
+    ("data", "message"),
     [
-        saved([torch.ones(2)], _use_new_zipfile_serialization=False),
-        saved([torch.eye(2).to_sparse()]),
-        saved([torch.tensor([1 + 2j]).conj()]),
-        b"",
-        b"not an archive",
+        (saved([torch.ones(2)], _use_new_zipfile_serialization=False), "not a file of torch.save since torch 1.6"),
+        (b"", "not a file of torch.save"),
+        (b"not an archive", "not a file of torch.save"),
+        (written([slot(torch.ones(2))])[0].replace(b"ZZlittle", b"ZZ big  "), "other byte order"),
     ],
-    ids=["legacy", "sparse", "conjugated", "empty", "text"],
+    ids=["legacy", "empty", "text", "byte order"],
 )
-def test_what_cannot_be_located_is_left_to_torch(data: bytes) -> None:
-    assert locate(data) is None
-
-
-def test_other_byte_order_is_left_to_torch() -> None:
-    data, _ = written([slot(torch.ones(2))])
-    assert locate(data.replace(b"ZZlittle", b"ZZ big  ")) is None
+def test_other_files_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(CorruptStoreError, match=message):
+        locate(data)
 
 
 GOOD, _ = written({"a": slot(torch.arange(40)), "b": slot(torch.ones(3))})

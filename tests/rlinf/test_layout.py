@@ -265,7 +265,6 @@ def test_strided_tensors_and_stray_leaves_still_load(tmp_path: Path) -> None:
     assert drawn == {tuple(row) for row in rewards.reshape(6, 2).tolist()}
 
 
-@pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize(
     "stray",
     [
@@ -279,11 +278,11 @@ def test_strided_tensors_and_stray_leaves_still_load(tmp_path: Path) -> None:
     ],
     ids=["tensor", "list", "text", "numbered", "sparse", "empty", "none"],
 )
-def test_what_cannot_be_sampled_does_not_keep_the_rest_from_loading(tmp_path: Path, stray: Any, legacy: bool) -> None:
+def test_what_cannot_be_sampled_does_not_keep_the_rest_from_loading(tmp_path: Path, stray: Any) -> None:
     path = small(tmp_path / "odd")
     rewards = torch.arange(12.0).reshape(3, 2, 2)
     content = {"rewards": rewards, "curr_obs": stray, "actions": stray, "next_obs": {"state": rewards}}
-    torch.save(content, path / "trajectory_0_w.pt", _use_new_zipfile_serialization=not legacy)
+    torch.save(content, path / "trajectory_0_w.pt")
     batch = loaded(path).sample(6)
     assert set(batch) == {"rewards", "next_obs"}
     assert torch.equal(batch["rewards"], batch["next_obs"]["state"])

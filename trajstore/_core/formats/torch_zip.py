@@ -66,6 +66,11 @@ class TensorPlace:
         return prod(self.shape) * self.dtype.itemsize
 
     @property
+    def span(self) -> int:
+        """Number of elements from the first one's place to the last one's."""
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) if self.nbytes else 0
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the elements are contiguous and in order."""
         expected = 1
@@ -157,8 +162,10 @@ class _SlotPickler(pickle.Pickler):
 # -- locating ----------------------------------------------------------------------------------------
 
 
-class _NotPlaced:
-    """Placeholder of a tensor that is not simply a region of the file."""
+class UnplacedTensor:
+    """Placeholder of a tensor that is not a region of the file: sparse, lazily conjugated, or of a subclass."""
+
+    def __init__(self, *_arguments: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,22 +188,23 @@ def locate(data: Buffer, *, source: str = "file") -> Any:
         source: name of the file in messages.
 
     Returns:
-        The object; or None if tensors cannot be located. A zip archive of the other byte order, or with sparse
-        or lazily conjugated tensors, can be read with ``torch.load(..., weights_only=True)``: its pickle has been
-        interpreted here to the end, and its sizes were checked. For other files, see
-        :func:`~trajstore._core.formats.pickles.safe_pickle.legacy_loads`.
+        The object; a tensor without a place is an :class:`UnplacedTensor`.
 
     Raises:
-        CorruptStoreError: the file is truncated, compressed, or its parts overlap or do not fit together.
+        CorruptStoreError: the file is truncated, compressed, of torch before 1.6, or of the other byte order; or its
+            parts overlap or do not fit together.
         UnsafeContentError: it names something that is not data; nothing of it was run.
     """
     view = memoryview(data).cast("B")
     if not is_torch_zip(view):
-        return None
+        raise CorruptStoreError(f"{source}: damaged, or not a file of torch.save since torch 1.6")
     members = zip_members(view, source)
     root = next(iter(members), "").split("/", 1)[0]
     order = members.get(f"{root}/byteorder")
-    placed = order is None or bytes(view[order.offset : order.end]) == sys.byteorder.encode()
+    if order is not None and bytes(view[order.offset : order.end]) != sys.byteorder.encode():
+        raise CorruptStoreError(
+            f"{source}: was written by a machine of the other byte order; save it again on this one"
+        )
     program = members.get(f"{root}/data.pkl")
     if program is None:
         raise CorruptStoreError(f"{source}: a zip archive without data.pkl; not a file of torch.save")
@@ -215,19 +223,7 @@ def locate(data: Buffer, *, source: str = "file") -> Any:
         require(count * kind.dtype.itemsize == size, f"data/{key} has {size} bytes, not {count} {kind.dtype}")
         return _StoragePlace(member.offset, size, kind)
 
-    def not_placed(*_arguments: Any) -> _NotPlaced:
-        nonlocal placed
-        placed = False
-        return _NotPlaced()
-
-    def place(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, metadata: Any) -> TensorPlace | _NotPlaced:
-        located = _place(storage, dtype, offset, size, stride)
-        return not_placed() if metadata else located
-
-    located = safe_loads(
-        content, classes=_classes(place, not_placed), persistent_load=storage, source=f"{source}: data.pkl"
-    )
-    return located if placed else None
+    return safe_loads(content, classes=_CLASSES, persistent_load=storage, source=f"{source}: data.pkl")
 
 
 def damaged_members(data: Buffer, *, source: str = "file") -> list[str]:
@@ -247,43 +243,44 @@ def damaged_members(data: Buffer, *, source: str = "file") -> list[str]:
     return [name for name, member in members.items() if not member.fits(view[member.offset : member.end])]
 
 
-def _place(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> TensorPlace:
+def _place(
+    storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, metadata: Any
+) -> TensorPlace | UnplacedTensor:
     require(isinstance(dtype, torch.dtype), "a tensor without dtype")
     offset, shape, steps = place_tensor(storage.nbytes, dtype, offset, size, stride)
     place = TensorPlace(storage.offset + offset * dtype.itemsize, dtype, shape, steps)
     if place.nbytes > storage.nbytes:
         raise RefusedError("holds a tensor that repeats elements of its storage; save a contiguous copy instead")
-    return place
+    return UnplacedTensor() if metadata else place
 
 
-def _place_parameter(data: Any, _grad: Any, _hooks: Any) -> TensorPlace | _NotPlaced:
-    if not isinstance(data, TensorPlace | _NotPlaced):
+def _version_2(
+    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any = None, _hooks: Any = None, metadata: Any = None
+) -> TensorPlace | UnplacedTensor:
+    require(isinstance(storage, _StoragePlace) and storage.type.typed, "a tensor without storage")
+    return _place(storage, storage.type.dtype, offset, size, stride, metadata)
+
+
+def _version_3(
+    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
+) -> TensorPlace | UnplacedTensor:
+    require(isinstance(storage, _StoragePlace) and not storage.type.typed, "a tensor without storage")
+    return _place(storage, dtype, offset, size, stride, metadata)
+
+
+def _parameter(data: Any, _grad: Any, _hooks: Any) -> TensorPlace | UnplacedTensor:
+    if not isinstance(data, TensorPlace | UnplacedTensor):
         raise UnfitError("a parameter without tensor")
     return data
 
 
-def _classes(
-    place: Callable[..., TensorPlace | _NotPlaced], not_placed: Callable[..., _NotPlaced]
-) -> Mapping[tuple[str, str], Callable[..., Any]]:
-    def version_2(
-        storage: Any, offset: Any, size: Any, stride: Any, _grad: Any = None, _hooks: Any = None, metadata: Any = None
-    ) -> TensorPlace | _NotPlaced:
-        require(isinstance(storage, _StoragePlace) and storage.type.typed, "a tensor without storage")
-        return place(storage, storage.type.dtype, offset, size, stride, metadata)
-
-    def version_3(
-        storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
-    ) -> TensorPlace | _NotPlaced:
-        require(isinstance(storage, _StoragePlace) and not storage.type.typed, "a tensor without storage")
-        return place(storage, dtype, offset, size, stride, metadata)
-
-    return {
-        ("torch._utils", "_rebuild_tensor"): version_2,
-        ("torch._utils", "_rebuild_tensor_v2"): version_2,
-        ("torch._utils", "_rebuild_tensor_v3"): version_3,
-        ("torch._utils", "_rebuild_parameter"): _place_parameter,
-        ("torch._utils", "_rebuild_sparse_tensor"): not_placed,
-        ("torch._utils", "_rebuild_parameter_with_state"): not_placed,
-        ("torch._tensor", "_rebuild_from_type_v2"): not_placed,
-        ("torch.serialization", "_get_layout"): not_placed,
-    }
+_CLASSES: Mapping[tuple[str, str], Callable[..., Any]] = {
+    ("torch._utils", "_rebuild_tensor"): _version_2,
+    ("torch._utils", "_rebuild_tensor_v2"): _version_2,
+    ("torch._utils", "_rebuild_tensor_v3"): _version_3,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_sparse_tensor"): UnplacedTensor,
+    ("torch._utils", "_rebuild_parameter_with_state"): UnplacedTensor,
+    ("torch._tensor", "_rebuild_from_type_v2"): UnplacedTensor,
+    ("torch.serialization", "_get_layout"): UnplacedTensor,
+}

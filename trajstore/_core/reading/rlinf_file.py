@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +10,10 @@ import torch
 from trajstore._core.columns.schema import DOCUMENT
 from trajstore._core.files.base import Directory
 from trajstore._core.formats.base import ShardReader, rows_from_bytes
-from trajstore._core.formats.pickles.safe_pickle import legacy_loads, safe_loads
-from trajstore._core.formats.torch_zip import TensorPlace, is_torch_zip, locate
+from trajstore._core.formats.pickles.safe_pickle import safe_loads
+from trajstore._core.formats.torch_zip import TensorPlace, locate
 from trajstore._core.reading.address_table import MappedShard
 from trajstore._core.store.rlinf_layout import TRAJECTORY_CLASSES, columns_of_file, fields_of_file
-from trajstore.errors import CorruptStoreError
 
 
 class RLinfFile:
@@ -31,24 +29,11 @@ class RLinfFile:
     def _content(self, name: str) -> Any:
         if name.endswith(".pkl"):
             return safe_loads(self.map.view, classes=TRAJECTORY_CLASSES, source=self.source)
-        placed = locate(self.map.view, source=self.source)
-        if placed is None or any(isinstance(v, TensorPlace) and not v.is_contiguous for v in _values(placed)):
-            return self._loaded()
-        return placed
-
-    def _loaded(self) -> Any:
-        content = self.map.view
-        if not is_torch_zip(content):
-            return legacy_loads(content, source=self.source)
-        try:
-            return torch.load(io.BytesIO(bytes(content)), weights_only=True, map_location="cpu")
-        except Exception as error:  # torch.load raises nearly anything on damaged files
-            raise CorruptStoreError(
-                f"{self.source}: damaged, or cannot be loaded without running code: {error}"
-            ) from error
+        return locate(self.map.view, source=self.source)
 
     def _read(self, place: TensorPlace) -> torch.Tensor:
-        return self.rows_at(place.offset, place.nbytes, place.dtype, place.shape)
+        rows = self.rows_at(place.offset, place.span * place.dtype.itemsize, place.dtype, (place.span,))
+        return rows.as_strided(place.shape, place.stride).contiguous()
 
     def rows_at(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return a copy of a part of the file as a tensor."""
@@ -87,12 +72,3 @@ class RLinfFileReader(ShardReader):
             shape = (stop - start, *spec.row_shape)
             return self._file.rows_at(leaf.offset + start * width, (stop - start) * width, leaf.dtype, shape)
         return leaf.reshape(content.extent.rows(spec.axis), *spec.row_shape)[start:stop].contiguous()
-
-
-def _values(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested dicts with keys of any kind."""
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _values(item)
-    else:
-        yield value

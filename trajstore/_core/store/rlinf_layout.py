@@ -178,7 +178,7 @@ def columns_of_file(content: Any, source: str, read: Callable[[TensorPlace], tor
             continue
         extra = more or extra
         columns.append(ColumnSpec(name, dtype, shape[2:], axis))
-        leaves.append(leaf)
+        leaves.append(leaf if isinstance(leaf, torch.Tensor) or leaf.is_contiguous else read(leaf))
     others = {
         name: read(leaf)
         if isinstance(leaf, TensorPlace)

@@ -19,8 +19,8 @@ import torch
 
 from trajstore._core.files.base import Buffer
 from trajstore._core.formats.pickles.machine import Machine, PersistentLoad, Resolve
-from trajstore._core.formats.pickles.safe_values import StorageType, Token, UnfitError, Unwanted, admitted, require
-from trajstore.errors import CorruptStoreError, UnsafeContentError
+from trajstore._core.formats.pickles.safe_values import StorageType, Token, Unwanted, admitted, require
+from trajstore.errors import UnsafeContentError
 
 Classes = Mapping[tuple[str, str], Callable[..., Any]]
 
@@ -28,13 +28,6 @@ Classes = Mapping[tuple[str, str], Callable[..., Any]]
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _TORCH_MAGIC = 0x1950A86A20F9469CFC6C
 _TORCH_PROTOCOL = 1001
-
-
-def _none(*_arguments: Any) -> None:
-    return None
-
-
-_SPARSE: Classes = {("torch._utils", "_rebuild_sparse_tensor"): _none, ("torch.serialization", "_get_layout"): _none}
 
 
 def safe_loads(
@@ -109,29 +102,12 @@ def _resolver(
     return resolve
 
 
-def legacy_loads(data: Buffer, *, source: str = "file") -> Any:
-    """Load a file that ``torch.save`` wrote before it made zip archives (torch 1.6).
-
-    Five pickles, of which the fourth is the object, then for each storage its number of elements and its data.
-    Source: ``torch.serialization._legacy_save``. Admits the same as :func:`safe_loads`; sparse tensors
-    become None.
-
-    Args:
-        data: the whole file.
-        source: name of the file in messages.
-
-    Raises:
-        UnsafeContentError: the file names something that is not data; nothing of it was run.
-        CorruptStoreError: this is not such a file, it is truncated, or a size exceeds its data.
-    """
-    try:
-        return _legacy(memoryview(data).cast("B"), _resolver(_SPARSE, source), source)
-    except UnfitError as error:
-        raise CorruptStoreError(f"{source}: damaged or not a file of torch.save: {error}") from error
-
-
 def _load_storage(raw: Any, source: str) -> Any:
-    """Return the storage within a pickled tensor, for which ``TypedStorage.__reduce__`` writes such a file."""
+    """Return the storage within a pickled tensor, for which ``TypedStorage.__reduce__`` writes a file of its own.
+
+    It has the form of ``torch.save`` before torch 1.6 (``torch.serialization._legacy_save``): five pickles, of which
+    the fourth is the object, then for each storage its number of elements and its data.
+    """
     require(type(raw) is bytes, "a torch storage without data")
     storage = _legacy(memoryview(raw), _resolver({}, source, nested=True), source)
     is_storage = isinstance(storage, torch.UntypedStorage | torch.storage.TypedStorage)
