@@ -109,13 +109,7 @@ def _load_storage(raw: Any, source: str) -> Any:
     the fourth is the object, then for each storage its number of elements and its data.
     """
     require(type(raw) is bytes, "a torch storage without data")
-    storage = _legacy(memoryview(raw), _resolver({}, source, nested=True), source)
-    is_storage = isinstance(storage, torch.UntypedStorage | torch.storage.TypedStorage)
-    require(is_storage, "an unknown kind of torch storage")
-    return storage
-
-
-def _legacy(view: memoryview, resolve: Resolve, source: str) -> Any:
+    view, resolve = memoryview(raw), _resolver({}, source, nested=True)
     storages: dict[str, tuple[StorageType, int, torch.UntypedStorage]] = {}
 
     def persistent_load(identity: Any) -> Any:
@@ -133,13 +127,12 @@ def _legacy(view: memoryview, resolve: Resolve, source: str) -> Any:
             return storage
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=kind.dtype, _internal=True)  # type: ignore[no-untyped-call]
 
-    parts, begins, position = [], [], 0
+    parts, position = [], 0
     for _ in range(5):
-        begins.append(position)
         machine = Machine(view, resolve, persistent_load, source, position)
         parts.append(machine.run())
         position = machine.position
-    magic, protocol, system, _, keys = parts
+    magic, protocol, system, loaded, keys = parts
     known = magic == _TORCH_MAGIC and protocol == _TORCH_PROTOCOL and type(system) is dict
     require(known and system.get("little_endian") is (sys.byteorder == "little"), "an unknown kind of torch storage")
     complete = type(keys) is list and len(keys) == len(storages) and set(keys) == storages.keys()
@@ -154,5 +147,6 @@ def _legacy(view: memoryview, resolve: Resolve, source: str) -> Any:
                 torch.frombuffer(bytearray(content), dtype=torch.uint8)
             )
         position += 8 + storage.nbytes()
-    # Some values depend on the storages' content, which was unknown the first time.
-    return Machine(view, resolve, persistent_load, source, begins[3]).run()
+    is_storage = isinstance(loaded, torch.UntypedStorage | torch.storage.TypedStorage)
+    require(is_storage, "an unknown kind of torch storage")
+    return loaded
