@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -148,7 +148,6 @@ class TrajExpConfig(guidance.TrajExpConfig):
     rollout_id: str = ""
     query: str = ""
     mode: RolloutMode = "sample"
-    experience_list: list[str] = field(default_factory=list)
 
 
 class EMClient(guidance.EMClient):
@@ -473,9 +472,7 @@ class ExperienceWorker(guidance.ExperienceWorker):
         """Return the messages to send to the model, and the given configuration, which records the insertion."""
         return super().manage_rollout_context(init_messages, traj_exp_config), traj_exp_config
 
-    def manage_training_context(  # type: ignore[override]  # AgentEvolver's name and result
-        self, message: str, metadata_config: Mapping[str, Any]
-    ) -> tuple[str, str]:
+    def manage_training_context(self, message: str, metadata_config: Mapping[str, Any]) -> tuple[str, str]:
         """Return the experience in a message, and the message to train on.
 
         Args:

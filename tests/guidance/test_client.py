@@ -134,11 +134,8 @@ def test_a_service_that_is_down_is_left_alone_for_a_while() -> None:
 
 
 def test_a_service_of_another_kind_is_told() -> None:
-    with FakeReMe("0.2") as service:
-        service.dialect = "0.4"
-        service.mode = "404"
-        with pytest.raises(MakerError, match="neither /retrieve_task_memory nor /search"):
-            EMClient(service.url, **PATIENT).retrieve("cup", 1)
+    with FakeReMe(mode="404") as service, pytest.raises(MakerError, match="/search: HTTP 404"):
+        EMClient(service.url, **PATIENT).retrieve("cup", 1)
 
 
 @pytest.mark.parametrize("mode", ["hang", "drip", "drip headers"])

@@ -20,7 +20,6 @@ from trainer_hooks.guidance.maker import NOTHING, MakerError, Retrieved
 from trainer_hooks.guidance.summary import rated, text_of, unicode_of
 from trajstore._core.base import locks
 from trajstore._core.base.arguments import one_of, seconds, whole
-from trajstore._core.base.closing import Closing
 from trajstore._core.base.interrupts import start_thread
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.trajectory import AgentTrajectory
@@ -40,82 +39,11 @@ _SHOWN = 200
 _JSON = {"Content-Type": "application/json"}
 
 
-class JsonClient(Closing):
-    """HTTP client for JSON services. Thread-safe.
+class EMClient:
+    """Client of a ReMe service. Thread-safe.
 
     Calls run in an event loop with its own thread, because only there one timeout covers a whole call: name lookup,
     connection, slow headers, and the body.
-
-    Raises:
-        MissingDependencyError: httpx is not installed.
-    """
-
-    def __init__(self) -> None:
-        try:
-            import httpx
-        except ImportError:
-            raise MissingDependencyError("httpx", "guided") from None
-        self._httpx = httpx
-        self._client = httpx.AsyncClient(timeout=None)
-        self._closed = False
-        self._loop = asyncio.new_event_loop()
-        start_thread(threading.Thread(target=self._loop.run_forever, name="guidance-http", daemon=True))
-        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
-
-    def post(self, url: str, body: Any, timeout: float) -> Any:
-        """POST JSON and return the JSON answer.
-
-        Args:
-            url: http or https.
-            body: sent as JSON.
-            timeout: seconds for the whole call.
-
-        Raises:
-            MakerError: ``timeout``; ``connection`` (refused, reset, no such host); ``server`` (status 5xx); ``refused``
-                (any other status than 200, with the beginning of its text); ``garbage`` (not JSON, or too long);
-                ``closed`` (during the call).
-        """
-        call = asyncio.run_coroutine_threadsafe(self._answer(url, json.dumps(body).encode(), timeout), self._loop)
-        try:
-            status, text = call.result()
-        except CancelledError:
-            raise MakerError("closed", f"{url}: the client was closed") from None
-        except TimeoutError as error:
-            raise MakerError("timeout", f"{url}: no whole answer within {timeout:g} s") from error
-        except (self._httpx.HTTPError, self._httpx.InvalidURL, OSError, UnicodeError) as error:
-            raise MakerError("connection", f"{url}: {error!r}") from error
-        if status != 200:
-            excerpt = text[:_SHOWN].decode("utf-8", "replace")
-            raise MakerError("server" if status >= 500 else "refused", f"{url}: HTTP {status}: {excerpt}")
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise MakerError("garbage", f"{url}: the answer is no JSON: {text[:_SHOWN]!r}") from error
-
-    def close(self) -> None:
-        """Cancel running calls and refuse new ones. Idempotent."""
-        self._loop.call_soon_threadsafe(self._end)
-
-    def _end(self) -> None:
-        self._closed = True
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-
-    async def _answer(self, url: str, data: bytes, timeout: float) -> tuple[int, bytes]:
-        """Return status and body; runs in the loop like :meth:`_end`, so that no call starts after it."""
-        if self._closed:
-            raise MakerError("closed", f"{url}: the client was closed")
-        text = bytearray()
-        async with asyncio.timeout(timeout), self._client.stream("POST", url, content=data, headers=_JSON) as response:
-            async for part in response.aiter_bytes():
-                text += part
-                if len(text) > _MOST_BYTES:
-                    raise MakerError("garbage", f"{url}: the answer has more than {_MOST_BYTES} bytes")
-        return response.status_code, bytes(text)
-
-
-class EMClient:
-    """Client of a ReMe service. Thread-safe.
 
     Failed connections and status 5xx are retried up to ``retries`` times with growing delays. After a call that failed
     so, or timed out, calls fail at once for a while (kind ``resting``), so that an unavailable service costs a step
@@ -132,6 +60,7 @@ class EMClient:
 
     Raises:
         ConfigurationError: an argument is out of range.
+        MissingDependencyError: httpx is not installed.
     """
 
     def __init__(
@@ -146,9 +75,11 @@ class EMClient:
         backoff: float = 0.5,
         rest: float = 5.0,
     ) -> None:
-        self._url = _address(base_url)
+        if not base_url.startswith(("http://", "https://")):
+            raise ConfigurationError(f"base_url: {base_url!r}, must begin with http:// or https://")
         if not workspace_id:
             raise ConfigurationError("workspace_id: '', must be a name")
+        self._url = base_url.rstrip("/")
         self._workspace = workspace_id
         one_of("dialect", dialect, get_args(Dialect))
         self._dialect: Dialect = dialect
@@ -160,7 +91,15 @@ class EMClient:
         self._rest_until = 0.0
         self._lock = locks.lock("EMClient._lock")
         self._closed = threading.Event()
-        self._http = JsonClient()
+        try:
+            import httpx
+        except ImportError:
+            raise MissingDependencyError("httpx", "guided") from None
+        self._httpx = httpx
+        self._client = httpx.AsyncClient(timeout=None)
+        self._loop = asyncio.new_event_loop()
+        start_thread(threading.Thread(target=self._loop.run_forever, name="guidance-http", daemon=True))
+        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop).atexit = False
 
     def retrieve(self, query: str, k: int, *, workspace_id: str | None = None) -> Retrieved:
         """Return up to ``k`` experiences from the service; see ``ExperienceMaker``.
@@ -177,7 +116,8 @@ class EMClient:
             body = {"query": query, "top_k": k, "workspace_id": workspace_id or self._workspace}
             return _memories(self._success("/retrieve_task_memory", body, self._timeouts[0]), k)
         body = {"query": query, "limit": k, "min_score": 0.0}
-        return _notes(self._success("/search", body, self._timeouts[0]))
+        text = self._success("/search", body, self._timeouts[0]).get("answer")  # which names no memories
+        return Retrieved(text) if isinstance(text, str) and text.strip() else NOTHING
 
     def summarize(self, rollouts: Sequence[AgentTrajectory], *, workspace_id: str | None = None) -> int:
         """Send rollouts to the service, which makes experiences of them; see ``ExperienceMaker``.
@@ -213,28 +153,28 @@ class EMClient:
     def close(self) -> None:
         """Refuse new calls, and cancel running ones."""
         self._closed.set()
-        self._http.close()
+        self._loop.call_soon_threadsafe(self._cancel)
 
     # ---- inside ----
+
+    def _cancel(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
 
     def _known_dialect(self) -> Dialect:
         """Return the dialect; detect it by a probe if necessary: a body without fields, which runs no model."""
         if self._dialect != "auto":
             return self._dialect
-        for dialect, path in (("0.2", "/retrieve_task_memory"), ("0.4", "/search")):
-            try:
-                self._call(path, {}, self._timeouts[0])
-            except MakerError as error:
-                if error.kind == "refused" and "HTTP 404" in str(error):
-                    continue
-                if error.kind != "refused":
-                    raise
-            self._dialect = dialect  # type: ignore[assignment]  # one of the two above
-            logger.info("guidance: %s responds like reme-ai %s", self._url, dialect)
-            return self._dialect
-        raise MakerError(
-            "refused", f"{self._url}: has neither /retrieve_task_memory nor /search; is it a ReMe service?"
-        )
+        dialect: Dialect = "0.2"
+        try:
+            self._call("/retrieve_task_memory", {}, self._timeouts[0])
+        except MakerError as error:
+            if error.kind != "refused":
+                raise
+            dialect = "0.4" if "HTTP 404" in str(error) else "0.2"
+        self._dialect = dialect
+        logger.info("guidance: %s responds like reme-ai %s", self._url, dialect)
+        return dialect
 
     def _success(self, path: str, body: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Return a successful answer, whose ``answer`` is a string and ``metadata`` a mapping."""
@@ -251,7 +191,7 @@ class EMClient:
         for attempt in range(self._retries + 1):
             self._check_open()
             try:
-                answer = self._http.post(self._url + path, body, timeout)
+                answer = self._post(self._url + path, body, timeout)
             except MakerError as error:
                 again = error.kind in _RETRIED and attempt < self._retries
                 if again and not self._closed.wait(self._backoff * 2**attempt):
@@ -261,6 +201,43 @@ class EMClient:
             self._note(failed=False)
             return answer
         raise AssertionError("unreachable")
+
+    def _post(self, url: str, body: Mapping[str, Any], timeout: float) -> Any:
+        """POST JSON and return the JSON answer.
+
+        Raises:
+            MakerError: ``timeout``; ``connection`` (refused, reset, no such host); ``server`` (status 5xx); ``refused``
+                (any other status than 200, with the beginning of its text); ``garbage`` (not JSON, or too long);
+                ``closed`` (during the call).
+        """
+        call = asyncio.run_coroutine_threadsafe(self._answer(url, json.dumps(body).encode(), timeout), self._loop)
+        try:
+            status, text = call.result()
+        except CancelledError:
+            raise MakerError("closed", f"{url}: the client was closed") from None
+        except TimeoutError as error:
+            raise MakerError("timeout", f"{url}: no whole answer within {timeout:g} s") from error
+        except (self._httpx.HTTPError, self._httpx.InvalidURL, OSError, UnicodeError) as error:
+            raise MakerError("connection", f"{url}: {error!r}") from error
+        if status != 200:
+            excerpt = text[:_SHOWN].decode("utf-8", "replace")
+            raise MakerError("server" if status >= 500 else "refused", f"{url}: HTTP {status}: {excerpt}")
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise MakerError("garbage", f"{url}: the answer is no JSON: {text[:_SHOWN]!r}") from error
+
+    async def _answer(self, url: str, data: bytes, timeout: float) -> tuple[int, bytes]:
+        """Return status and body; runs in the loop like :meth:`_cancel`, so that no call starts after it."""
+        if self._closed.is_set():
+            raise MakerError("closed", f"{url}: the client was closed")
+        text = bytearray()
+        async with asyncio.timeout(timeout), self._client.stream("POST", url, content=data, headers=_JSON) as response:
+            async for part in response.aiter_bytes():
+                text += part
+                if len(text) > _MOST_BYTES:
+                    raise MakerError("garbage", f"{url}: the answer has more than {_MOST_BYTES} bytes")
+        return response.status_code, bytes(text)
 
     def _check_open(self) -> None:
         if self._closed.is_set():
@@ -277,35 +254,18 @@ class EMClient:
             self._rest_until = time.monotonic() + rest
 
 
-def _address(base_url: str) -> str:
-    if not base_url.startswith(("http://", "https://")):
-        raise ConfigurationError(f"base_url: {base_url!r}, must begin with http:// or https://")
-    return base_url.rstrip("/")
-
-
 def _memories(answer: Mapping[str, Any], k: int) -> Retrieved:
     """Return the memories of an answer of dialect 0.2, from its list and not from its text."""
     memories = answer["metadata"].get("memory_list")
     if not isinstance(memories, list):
         raise MakerError("failed", f"retrieval failed in the service: it answers without a list: {str(answer)[:200]}")
-    parts: list[str] = []
-    names: list[str] = []
-    for memory in memories:
-        content = memory.get("content") if isinstance(memory, Mapping) else None
-        name = unicode_of(str(memory.get("memory_id") or "")) if isinstance(memory, Mapping) else ""
-        if not isinstance(content, str) or not content.strip() or len(parts) == k:
-            continue
-        when = memory.get("when_to_use")
-        usage = f" When to use: {when}\n" if isinstance(when, str) and when.strip() else ""
-        parts.append(f"Memory {len(parts) + 1} :\n{usage} Content: {content}")
-        names.append(name)
-    return Retrieved("\n\n".join(parts), tuple(names)) if parts else NOTHING
-
-
-def _notes(answer: Mapping[str, Any]) -> Retrieved:
-    """Return the result of a search of dialect 0.4: its text, which names no memories."""
-    text = answer.get("answer")
-    return Retrieved(text) if isinstance(text, str) and text.strip() else NOTHING
+    found = [memory for memory in memories if isinstance(memory, Mapping)]
+    found = [memory for memory in found if isinstance(text := memory.get("content"), str) and text.strip()][:k]
+    parts = []
+    for number, memory in enumerate(found, 1):
+        usage = f" When to use: {when}\n" if (when := memory.get("when_to_use")) else ""
+        parts.append(f"Memory {number} :\n{usage} Content: {memory['content']}")
+    return Retrieved("\n\n".join(parts), tuple(unicode_of(str(memory.get("memory_id") or "")) for memory in found))
 
 
 def _messages(rollout: AgentTrajectory) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ an error.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, get_args
 
 from msgspec import Meta
@@ -155,10 +155,9 @@ class GuidanceConfig(AllocationRules):
 
     def rules(self) -> AllocationRules:
         """Return the allocation rules; nothing is guided without ``enable_context_generator``."""
-        values = {name: getattr(self, name) for name in names_of(AllocationRules)}
-        if not self.enable_context_generator:
-            values |= {"train_rollout_expmode": "woexp", "val_rollout_expmode": "woexp"}
-        return AllocationRules(**values)
+        if self.enable_context_generator:
+            return self
+        return replace(self, train_rollout_expmode="woexp", val_rollout_expmode="woexp")
 
     def open_store(self) -> BufferStore | None:
         """Open the store of experiences, to be closed by the caller; ``None`` if it is in memory."""

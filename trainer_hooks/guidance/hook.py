@@ -30,6 +30,7 @@ from trainer_hooks.guidance import (
     LocalMaker,
     TrajExpConfig,
     UpdateQueue,
+    take_out,
     with_guidance,
 )
 from trainer_hooks.guidance.config import GuidanceConfig
@@ -87,12 +88,8 @@ class GuidanceHook(Closing):
             raise
         self._updates: UpdateQueue | None = None
         if config.enable_summarizer and self.maker is not None:
-            self._updates = UpdateQueue(
-                self.maker, batch_size=config.summary_batch_size, workers=config.workers, template=template
-            )
-        self.manager = GuidanceManager(
-            config.rules(), seed=config.seed, updates=self._updates, updated_freq=config.updated_freq
-        )
+            self._updates = UpdateQueue(self.maker, batch_size=config.summary_batch_size, workers=config.workers)
+        self.manager = GuidanceManager(config.rules(), seed=config.seed)
         retriever = self.maker if config.enable_context_generator else None
         control = None
         if retriever is not None and tokenizer is not None:
@@ -175,8 +172,7 @@ class GuidanceHook(Closing):
                     " contain it; pass the tokenizer to GuidanceHook, or set train_sample_expmode=allkeep"
                 )
             try:
-                _, messages = self._worker.manage_training_context(trajectory.messages, config)
-                trajectory = self._without(trajectory, messages)
+                trajectory = self._without(trajectory, take_out(trajectory.messages, config.insertions))
             except InvalidTrajectoryError:
                 self._refused += 1
                 raise
@@ -188,7 +184,7 @@ class GuidanceHook(Closing):
         return with_prompt(trajectory, messages, self._tokens)
 
     def step_done(self, fresh: Sequence[AgentTrajectory], global_steps: int) -> dict[str, float]:
-        """Queue rollouts for summarizing, without waiting; return the metrics.
+        """Queue rollouts for summarizing in every ``updated_freq``-th step, without waiting; return the metrics.
 
         Args:
             fresh: the step's rollouts, with outcomes; not to be changed afterwards.
@@ -203,7 +199,9 @@ class GuidanceHook(Closing):
             return {}
         self._handed_over.check(global_steps, fresh)
         guided = [Guidance.of(rollout) is not None for rollout in fresh]
-        self.manager.update_experience_pool(fresh, global_steps)
+        frequency = self.config.updated_freq
+        if self._updates is not None and frequency and global_steps % frequency == 0:
+            self._updates.submit(fresh)
         self._handed_over.note(global_steps, fresh)
         figures = {"guidance/guided_rollouts": float(sum(guided))}
         for name, side in (("guided", True), ("unguided", False)):

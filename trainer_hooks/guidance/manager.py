@@ -1,4 +1,4 @@
-"""``GuidanceManager``: chooses guided rollouts and tasks that keep experience; queues rollouts for summaries."""
+"""``GuidanceManager`` chooses guided rollouts and tasks that keep experience; ``UpdateQueue`` summarizes rollouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from trainer_hooks.guidance.context import ExperienceTemplate, TrainMode
+from trainer_hooks.guidance.context import TrainMode
 from trainer_hooks.guidance.maker import ExperienceMaker, MakerError, Trouble
 from trainer_hooks.guidance.summary import by_task, unguided
 from trainer_hooks.replay.state import generator_state, set_generator_state
@@ -62,22 +62,12 @@ class UpdateQueue:
         capacity: steps whose rollouts may wait; further ones are dropped, counted and logged.
         batch_size: approximate rollouts in a call of the maker: a task's rollouts stay together.
         workers: concurrent calls. With 1, experiences arrive in the order of the rollouts.
-        template: removed from messages whose insertions are not recorded.
     """
 
-    def __init__(
-        self,
-        maker: ExperienceMaker,
-        *,
-        capacity: int = 4,
-        batch_size: int = 8,
-        workers: int = 1,
-        template: ExperienceTemplate | None = None,
-    ) -> None:
+    def __init__(self, maker: ExperienceMaker, *, capacity: int = 4, batch_size: int = 8, workers: int = 1) -> None:
         self._maker = maker
         self._capacity = whole("capacity", capacity, 1)
         self._batch_size = whole("batch_size", batch_size, 1)
-        self._template = template
         self._steps = 0
         self._trouble = Trouble("summarizing rollouts")
         self._figures = {"submitted": 0, "dropped": 0, "summarized": 0, "made": 0}
@@ -139,7 +129,7 @@ class UpdateQueue:
         plain = []
         for rollout in rollouts:
             try:
-                plain.append(unguided(rollout, self._template))
+                plain.append(unguided(rollout))
             except Exception as error:  # messages are user data; other rollouts are still summarized
                 self._trouble.failed(MakerError("garbage", f"rollout {rollout.rollout_id!r}: {error!r}"))
         batches: list[list[AgentTrajectory]] = []
@@ -159,23 +149,17 @@ class UpdateQueue:
 
 
 class GuidanceManager:
-    """Allocates guidance by a seeded generator and updates the pool. For the training loop's thread only.
+    """Allocates guidance by a seeded generator. For the training loop's thread only.
 
     Args:
         rules: for allocation.
         seed: of the generator; managers with the same seed and calls decide alike.
-        updates: queue of rollouts to summarize; ``None`` = none.
-        updated_freq: steps between updates; 0 = none.
     """
 
-    def __init__(
-        self, rules: AllocationRules, *, seed: int = 1234, updates: UpdateQueue | None = None, updated_freq: int = 0
-    ) -> None:
+    def __init__(self, rules: AllocationRules, *, seed: int = 1234) -> None:
         whole("seed", seed, 0)
         self._rules = rules
         self._generator = np.random.Generator(np.random.PCG64(seed))
-        self._updates = updates
-        self._updated_freq = whole("updated_freq", updated_freq, 0)
 
     def allocate_train_mode(self, tasks: Sequence[Any]) -> list[TrainMode]:
         """Return the train mode of each task."""
@@ -208,17 +192,6 @@ class GuidanceManager:
             guided = set(self._generator.permutation(count)[: round(count * rules.rollout_expratio)].tolist())
             result.append(tuple(rollout in guided for rollout in range(count)))
         return result
-
-    def update_experience_pool(self, trajectories: Sequence[AgentTrajectory], global_steps: int) -> bool:
-        """Queue rollouts for summarizing in every ``updated_freq``-th step; never waits.
-
-        Returns:
-            Whether they were queued: False in other steps, and if the queue is full (counted and logged).
-        """
-        whole("global_steps", global_steps, 0)
-        if self._updates is None or self._updated_freq == 0 or global_steps % self._updated_freq:
-            return False
-        return self._updates.submit(trajectories)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator's state: plain containers."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Protocol
 
-from trainer_hooks.guidance.context import ExperienceTemplate, Guidance, plain_messages, strip_template
+from trainer_hooks.guidance.context import plain_messages
 from trainer_hooks.guidance.maker import Experience
 from trainer_hooks.replay import is_success
 from trainer_hooks.replay.outcomes import known_outcome
@@ -30,24 +30,18 @@ class Summarizer(Protocol):
         """
 
 
-def unguided(rollout: AgentTrajectory, template: ExperienceTemplate | None = None) -> AgentTrajectory:
+def unguided(rollout: AgentTrajectory) -> AgentTrajectory:
     """Return a rollout whose messages hold no experience, so that experience is not made of experience.
 
     Args:
         rollout: not changed.
-        template: if insertions are not recorded, text that matches this template is removed too.
 
     Raises:
         InvalidTrajectoryError: the messages do not match the guidance record.
     """
-    messages: list[dict[str, Any]] = [dict(message) for message in plain_messages(rollout)]
-    if template is not None and Guidance.of(rollout) is None:
-        for message in messages:
-            if isinstance(message.get("content"), str):
-                message["content"] = strip_template(message["content"], template)[1]
     metadata = {key: value for key, value in rollout.metadata.items() if key != "guidance"}
     return AgentTrajectory(
-        messages=messages,
+        messages=[dict(message) for message in plain_messages(rollout)],
         reward=rollout.reward,
         task_id=rollout.task_id,
         rollout_id=rollout.rollout_id,

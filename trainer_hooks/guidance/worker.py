@@ -1,4 +1,4 @@
-"""``ExperienceWorker``: inserts experience into a rollout's messages, and removes it for training."""
+"""``ExperienceWorker``: inserts experience into a rollout's messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from trainer_hooks.guidance.context import ExperienceTemplate, Guidance, Insertion, TrainMode, put_in, take_out
+from trainer_hooks.guidance.context import ExperienceTemplate, Guidance, Insertion, TrainMode, put_in
 from trainer_hooks.guidance.maker import NOTHING, ExperienceMaker, Retrieved, Trouble
 from trainer_hooks.guidance.summary import conversation_of, unicode_of
 from trainer_hooks.replay.control_tokens import ControlTokens
@@ -51,7 +51,7 @@ class TrajExpConfig:
 
 
 class ExperienceWorker:
-    """Inserts experience into messages and removes it. Thread-safe; every rollout has its own ``TrajExpConfig``.
+    """Inserts experience into messages. Thread-safe; every rollout has its own ``TrajExpConfig``.
 
     Args:
         maker: source of experience; ``None`` = nothing is inserted.
@@ -113,30 +113,10 @@ class ExperienceWorker:
         traj_config.names += [name for name in retrieved.names if name and name not in traj_config.names]
         return changed
 
-    def manage_training_context(
-        self, messages: Sequence[Mapping[str, Any]], traj_config: TrajExpConfig
-    ) -> tuple[list[str], list[dict[str, Any]]]:
-        """Return the experience excluded from training, and the messages to train on.
-
-        With train mode ``discard`` these are byte for byte the messages without experience; with ``keep`` they are as
-        sampled.
-
-        Args:
-            messages: of the rollout, as sent to the model; not changed.
-            traj_config: of this rollout.
-
-        Raises:
-            InvalidTrajectoryError: a message does not begin with its insertion.
-        """
-        if traj_config.train_mode != "discard":
-            return [], [dict(message) for message in messages]
-        return list(traj_config.experience_list), take_out(messages, traj_config.insertions)
-
     def find(self, messages: Sequence[Mapping[str, Any]]) -> Retrieved:
         """Return the experience for a conversation; empty if there is none, or the maker fails."""
-        if self._maker is None:
+        if (maker := self._maker) is None:
             return NOTHING
-        maker = self._maker
         retrieved = self._trouble.outcome_of(lambda: maker.retrieve(conversation_of(messages), self._k))
         if retrieved is None:
             return NOTHING
