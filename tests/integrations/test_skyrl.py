@@ -197,7 +197,7 @@ def test_every_field_of_the_output_is_joined_or_refused(tmp_path: Path) -> None:
         generator = Generator(trajectory_generation_times=lambda count: [1.0] * 5)
         hook = RecordingGenerator(generator, buffer, algorithm=CORRECTED, replay=1)
         run(hook, (1,))
-        with pytest.raises(ConfigurationError, match="returns 5 trajectory_generation_times for 4 rollouts"):
+        with pytest.raises(ConfigurationError, match="has 5 trajectory_generation_times for 4 rollouts"):
             run(hook, (2,))
 
 

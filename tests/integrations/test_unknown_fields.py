@@ -129,7 +129,7 @@ def test_lists_of_another_length_are_refused_in_replay(tmp_path: Path) -> None:
     with trl.store(tmp_path) as buffer:
         rollouts = RecordingRollouts(made, buffer, replay=1)
         assert rollouts(["a", "a"], trl.trainer(0))["new"] == [1, 2, 3]
-        with pytest.raises(ConfigurationError, match="returns 3 new for 1 rollouts"):
+        with pytest.raises(ConfigurationError, match="has 3 new for 1 rollouts"):
             rollouts(["a", "a"], trl.trainer(1))
 
 

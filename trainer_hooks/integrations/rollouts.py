@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -99,15 +99,6 @@ def agent_trajectory(
         metadata=dict(metadata or {}),
         **fields,
     )
-
-
-def json_of(value: Any) -> Any:
-    """Return a number, list or dict without NaN, which is no JSON: None in its place."""
-    if isinstance(value, Mapping):
-        return {name: json_of(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [json_of(item) for item in value]
-    return known(value) if isinstance(value, float) else value
 
 
 def lacking(rollout: str, names: Sequence[str]) -> dict[str, Any]:
@@ -339,6 +330,29 @@ class Recording:
             return False
         trained = log_probs[rollout.response_mask.bool()]
         return len(trained) > 0 and bool(trained.isfinite().all())
+
+
+def with_replayed(
+    name: str, values: Sequence[Any], fresh: Sequence[int], count: int, of_replayed: Callable[[int], Any]
+) -> list[Any]:
+    """Return a value for each place: those of fresh rollouts, and of replayed ones.
+
+    Args:
+        name: of the values.
+        values: of the fresh rollouts.
+        fresh: their places.
+        count: number of places.
+        of_replayed: returns the value of the replayed rollout at a place.
+
+    Raises:
+        ConfigurationError: there is not one value for each fresh rollout, so nothing says whose they are.
+    """
+    if len(values) != len(fresh):
+        raise ConfigurationError(
+            f"replay: the output has {len(values)} {name} for {len(fresh)} rollouts; set replay to 0"
+        )
+    made = dict(zip(fresh, values, strict=True))
+    return [made[at] if at in made else of_replayed(at) for at in range(count)]
 
 
 def check_corrects(trainer: str, corrects: Any, remedy: str) -> None:

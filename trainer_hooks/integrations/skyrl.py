@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, json_of, prompt_key, row_of
+from trainer_hooks.integrations.rollouts import (
+    Recording,
+    agent_trajectory,
+    check_corrects,
+    known,
+    prompt_key,
+    row_of,
+    with_replayed,
+)
 from trainer_hooks.plain import kept
 from trainer_hooks.wrapper import Wrapper
 from trajstore import TrajectoryReplayBuffer
@@ -126,6 +135,7 @@ def _recorded(output: Mapping[str, Any], row: int, task: str, version: int) -> A
     reward, reason, log_probs = output["rewards"][row], output.get("stop_reasons"), output.get("rollout_logprobs")
     ids, rows = output.get("trajectory_ids"), len(output["response_ids"])
     reward = reward.tolist() if hasattr(reward, "tolist") else reward
+    json = [known(value) for value in reward] if isinstance(reward, list) else known(reward)  # without NaN
     ended = reason[row] if reason else None
     others = {
         name: row_of(values, row, rows)
@@ -142,7 +152,7 @@ def _recorded(output: Mapping[str, Any], row: int, task: str, version: int) -> A
         task_id=task,
         rollout_id=ids[row].to_string() if ids else "",
         is_terminated=None if ended is None else ended != "length",
-        metadata=kept(SKYRL, others | {"reward": json_of(reward), "stop_reason": ended})[0],
+        metadata=kept(SKYRL, others | {"reward": json, "stop_reason": ended})[0],
     )
 
 
@@ -155,27 +165,21 @@ def _joined(
         rollout = replayed[at]
         start, ids = rollout.response_start, [] if rollout.input_ids is None else rollout.input_ids.tolist()
         own = rollout.metadata[SKYRL]
-        known = {"prompt_token_ids": ids[:start], "response_ids": ids[start:], "rewards": own["reward"]}
-        known |= {"loss_masks": rollout.response_mask, "rollout_logprobs": rollout.rollout_log_probs}
-        known |= {"stop_reasons": own["stop_reason"], "trajectory_generation_times": 0.0, "env_metrics": {}}
+        fields = {"prompt_token_ids": ids[:start], "response_ids": ids[start:], "rewards": own["reward"]}
+        fields |= {"loss_masks": rollout.response_mask, "rollout_logprobs": rollout.rollout_log_probs}
+        fields |= {"stop_reasons": own["stop_reason"], "trajectory_generation_times": 0.0, "env_metrics": {}}
         if name == "trajectory_ids":
             return input_batch["trajectory_ids"][at]
         if name.startswith("trajectory_time_splits."):
             return 0.0
-        value = known.get(name)
+        value = fields.get(name)
         return value.tolist() if isinstance(value, torch.Tensor) else value
-
-    place = {at: row for row, at in enumerate(fresh)}
 
     def joined(name: str, values: Any) -> Any:
         if name == "trajectory_time_splits" and values is not None:
             return {part: joined(f"{name}.{part}", rows) for part, rows in values.items()}
         if name == "rollout_metrics" or values is None:
             return values
-        if len(values) != len(fresh):
-            raise ConfigurationError(
-                f"replay: the generator returns {len(values)} {name} for {len(fresh)} rollouts; set replay to 0"
-            )
-        return [values[place[at]] if at in place else of_replayed(name, at) for at in range(len(fresh) + len(replayed))]
+        return with_replayed(name, values, fresh, len(fresh) + len(replayed), partial(of_replayed, name))
 
     return {name: joined(name, values) for name, values in output.items()}

@@ -24,6 +24,7 @@ from trainer_hooks.integrations.rollouts import (
     lacking,
     prompt_key,
     row_of,
+    with_replayed,
 )
 from trainer_hooks.plain import kept
 from trainer_hooks.wrapper import Wrapper
@@ -320,9 +321,9 @@ def _joined(output: Mapping[str, Any], replayed: Mapping[int, AgentTrajectory], 
     joined = dict(output)
     if not all(all(_list(rollout.response_mask)) for rollout in replayed.values()) and "env_mask" not in joined:
         joined["env_mask"] = [[1] * len(ids) for ids in output["completion_ids"]]
-    made = {at: place for place, at in enumerate(fresh)}
 
-    def of_replayed(name: str, rollout: AgentTrajectory) -> Any:
+    def of_replayed(name: str, at: int) -> Any:
+        rollout = replayed[at]
         ids, start = _list(rollout.input_ids), rollout.response_start
         own = {"prompt_ids": ids[:start], "completion_ids": ids[start:]}
         own |= {"logprobs": _list(rollout.rollout_log_probs), "env_mask": _list(rollout.response_mask)}
@@ -331,14 +332,8 @@ def _joined(output: Mapping[str, Any], replayed: Mapping[int, AgentTrajectory], 
     for name, values in joined.items():
         if not replayed or values is None or not (name in _OUTPUTS or isinstance(values, list)):
             continue
-        if len(values) != len(fresh):
-            raise ConfigurationError(
-                f"replay: rollout_func returns {len(values)} {name} for {len(fresh)} rollouts; set replay to 0"
-            )
-        joined[name] = [
-            values[made[at]] if at in made else of_replayed(name, replayed[at])
-            for at in range(len(fresh) + len(replayed))
-        ]
+        count = len(fresh) + len(replayed)
+        joined[name] = with_replayed(name, values, fresh, count, functools.partial(of_replayed, name))
     return joined
 
 

@@ -9,7 +9,7 @@ from zlib import crc32
 
 from trajstore._core.sessions.arguments import TakesCalls
 from trajstore._core.sessions.records import decode_call, scan
-from trajstore._core.sessions.tree import Call, CallTree
+from trajstore._core.sessions.tree import Call
 from trajstore.distributed.actors import Stores
 from trajstore.errors import CorruptStoreError, StoreUnreachableError
 
@@ -83,10 +83,6 @@ class RemoteSession(TakesCalls[str]):
         for record in records:
             calls.append(decode_call(record, calls))
         return calls
-
-    def paths(self) -> list[list[Call]]:
-        """Return its paths, each from a root to a call that no other continues."""
-        return [leaf.line for leaf in CallTree(self.calls()).leaves()]
 
     def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         known = getattr(self, "id", None)

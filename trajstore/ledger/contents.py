@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,13 +206,6 @@ def read_directory(
         raise StoreNotFoundError(
             f"{directory.url}: there is no ledger: no trainer has recorded its steps here, or the path is wrong"
         )
-    return contents_of(directory, segments, first, last, strict=strict)
-
-
-def contents_of(
-    directory: Directory, segments: Sequence[Segment], first: int = 0, last: int | None = None, *, strict: bool = True
-) -> LedgerContents:
-    """Return the contents of a ledger's files; arguments as for :func:`read`."""
     damaged: list[str] | None = None if strict else []
     files, last_segment = segments, segments[-1]
     newest = last_segment.records(directory, damaged)

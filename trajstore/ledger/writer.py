@@ -20,7 +20,7 @@ from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import local_target
 from trajstore._core.store.log_records import encode_line
 from trajstore.errors import ConfigurationError, counted
-from trajstore.ledger.contents import Segment, contents_of, segments_of
+from trajstore.ledger.contents import Segment, read_directory, segments_of
 from trajstore.ledger.step import ROW, TrainedStep
 
 SEGMENT_BYTES = 64 << 20
@@ -110,7 +110,7 @@ class Ledger(Closing):
                 f"{self.last}. Use the ledger of that run, or a new folder"
             )
         first = 0 if step is None else step + 1
-        if replaced := len(contents_of(self._directory, self._segments, first, self._last).steps):
+        if replaced := len(read_directory(self._directory, first, self._last).steps):
             after = "" if step is None else f" after step {step}"
             warnings.warn(f"{self._directory.url}: {counted(replaced, 'step')}{after} will be replaced", stacklevel=3)
         self._last, self._size, self._config = step, self._segment_bytes, {}

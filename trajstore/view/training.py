@@ -8,7 +8,7 @@ from trajstore._core.files.base import Directory
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.ledger import LEDGER_FOLDER, LedgerContents
-from trajstore.ledger.contents import contents_of, segments_of
+from trajstore.ledger.contents import read_directory, segments_of
 from trajstore.query.engine import pl
 from trajstore.query.texts import ID
 from trajstore.query.trained import rows_of_ledger
@@ -55,7 +55,7 @@ class Training:
         ]
         if files != self._files:
             self._ledgers = {
-                rank: contents_of(folders[rank], some, strict=False) for rank, some in segments.items() if some
+                rank: read_directory(folders[rank], strict=False) for rank, some in segments.items() if some
             }
             tables = [rows_of_ledger(rank, ledger) for rank, ledger in self._ledgers.items()]
             self._rows = pl.concat(tables) if tables else None

@@ -11,7 +11,7 @@ import numpy as np
 from trajstore._core.base.arguments import check_kind
 from trajstore._core.columns.limits import shown, version_number
 from trajstore._core.sessions.records import plain
-from trajstore._core.sessions.tree import LogProbs, Tokens
+from trajstore._core.sessions.tree import Call, CallTree, LogProbs, Tokens
 from trajstore.errors import InvalidCallError, InvalidTrajectoryError, counted
 
 Opened = TypeVar("Opened")
@@ -116,33 +116,6 @@ class TakesCalls(Generic[Added]):
             StoreUnreachableError: the store of a handle has not answered. Add the call again, under the same
                 ``call_id``.
         """
-        values = self._checked(
-            prompt_ids,
-            sampled_ids,
-            log_probs,
-            call_id=call_id,
-            parent=parent,
-            messages=messages,
-            policy_version=policy_version,
-            finish_reason=finish_reason,
-            metadata=metadata,
-        )
-        return self._add_call(**values)
-
-    def _checked(
-        self,
-        prompt_ids: Any,
-        sampled_ids: Any,
-        log_probs: Any = None,
-        *,
-        call_id: str | None = None,
-        parent: str | None = None,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        policy_version: int | None = None,
-        finish_reason: str = "",
-        metadata: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Check the arguments of :meth:`add_call`, and return them for :meth:`_add_call`."""
         with Named(self.task_id, self.rollout_id, call_id):
             prompt, sampled = token_ids("prompt_ids", prompt_ids), token_ids("sampled_ids", sampled_ids)
             if not len(prompt):
@@ -155,7 +128,7 @@ class TakesCalls(Generic[Added]):
             more: dict[str, Any] = {"metadata": {}, "finish_reason": reason}
             if metadata or not (call_id or "").isascii() or not reason.isascii():
                 more = plain({"metadata": dict(metadata or {}), "call": call_id, "finish_reason": reason})
-            return {
+            values = {
                 "prompt": prompt,
                 "sampled": sampled,
                 "call_id": call_id,
@@ -166,10 +139,29 @@ class TakesCalls(Generic[Added]):
                 "finish_reason": more["finish_reason"],
                 "metadata": more["metadata"],
             }
+        return self._add_call(**values)
+
+    def calls(self) -> list[Call]:
+        """Return its calls as added, also those whose tokens are unknown (``call.gap``)."""
+        raise NotImplementedError
+
+    def paths(self) -> list[list[Call]]:
+        """Return its paths, each from a root to a call that no other continues; a rollout has the calls of one."""
+        return [leaf.line for leaf in CallTree(self.calls()).leaves()]
 
     def _add_call(self, **values: Any) -> Added:
         """Add a call with the checked arguments of :meth:`add_call`."""
         raise NotImplementedError
+
+
+class CheckedCalls(TakesCalls[dict[str, Any]]):
+    """Returns the checked arguments of calls, and adds none."""
+
+    def __init__(self, task_id: str, rollout_id: str) -> None:
+        self.task_id, self.rollout_id = task_id, rollout_id
+
+    def _add_call(self, **values: Any) -> dict[str, Any]:
+        return values
 
 
 def token_ids(name: str, value: Any) -> Tokens:

@@ -14,7 +14,7 @@ from trajstore._core.base.arguments import check_kind, text
 from trajstore._core.base.clock import microseconds
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.limits import shown
-from trajstore._core.sessions.arguments import Named, TakesCalls, check_metadata
+from trajstore._core.sessions.arguments import CheckedCalls, Named, TakesCalls, check_metadata
 from trajstore._core.sessions.journal import CallJournal, Entry
 from trajstore._core.sessions.records import encode_call, payload, plain
 from trajstore._core.sessions.rows import path_rows
@@ -81,7 +81,8 @@ class Session(TakesCalls[Call]):
         Raises:
             TrajstoreError: as :meth:`add_call`.
         """
-        call, entry = self._queued_call(**self._checked(prompt_ids, sampled_ids, log_probs, **about))
+        checked = CheckedCalls(self.task_id, self.rollout_id).add_call(prompt_ids, sampled_ids, log_probs, **about)
+        call, entry = self._queued_call(**checked)
         if entry is not None:
             await self._journal.written(entry)
         return call
@@ -249,10 +250,6 @@ class Session(TakesCalls[Call]):
             self._settle()
             unsure = {number for _, number in self._pending if isinstance(number, int)}
             return [call for call in self._tree.calls if call.number not in unsure]
-
-    def paths(self) -> list[list[Call]]:
-        """Return its paths, each from a root to a call that no other continues; a rollout has the calls of one."""
-        return [leaf.line for leaf in CallTree(self.calls()).leaves()]
 
     # -- inside -----------------------------------------------------------------------------------
 
