@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 
 from torch import Tensor
 
@@ -105,7 +104,6 @@ class ReplayFigures:
     def __init__(self, manager: ExperienceManager) -> None:
         self.times = metrics.StepTimes()
         self._manager = manager
-        self._figures: list[Mapping[str, float]] = []
         self._sums: dict[str, float] = {}
         self._quiet_until: dict[str, int] = {}
         self._zero_steps = 0
@@ -129,9 +127,9 @@ class ReplayFigures:
         self._histories = histories
         self._refused = {f"{metrics.PREFIX}histories_refused/other_prompt": float(other_prompts)}
 
-    def note(self, figures: Mapping[str, float]) -> None:
-        """Record figures of log-probs; :meth:`take` returns each name's mean."""
-        self._figures.append(figures)
+    def note(self, sums: Mapping[str, float]) -> None:
+        """Add sums over tokens, of log-probs or a loss."""
+        self._sums = added([self._sums, sums])
 
     def note_loss(self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor) -> None:
         """Record one loss computation over some rows of a batch; see ``ReplayHook.loss_computed``."""
@@ -143,17 +141,17 @@ class ReplayFigures:
             )
         response_mask = batch.tensors["response_mask"][list(rows)]
         exp_mask = compute_response_mask(batch.tensors["exp_mask"], response_mask.shape[1])[list(rows)]
-        self._sums = added([self._sums, token_sums(loss, response_mask, exp_mask)])
+        self.note(token_sums(loss, response_mask, exp_mask))
 
     def take(self, is_experience_replay: Sequence[bool], policy_versions: Sequence[int | None]) -> dict[str, float]:
         """Return all metrics of the step and reset. Every argument has one entry per row of the batch."""
-        figures = _means(self._figures) | figures_of(self._sums)
+        figures = figures_of(self._sums)
         self.warn(figures)
         result = figures | self._manager.metrics() | self.times.take()
         result |= metrics.batch_metrics(
             is_experience_replay, policy_versions, self._manager.global_steps, self._demonstrations
         )
-        self._figures, self._sums = [], {}
+        self._sums = {}
         return result
 
     def rollouts(
@@ -259,12 +257,3 @@ class ReplayWatch:
         best = best if self._handed_over else "no step was done: its step_done was never called, or refused"
         reason = reason or "exp_ratio, or unsolved_first, leaves no place for it"
         logger.warning("experience replay: %s: %s (%s)", what, reason, best)
-
-
-def _means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return each name's mean over the mappings that have it; the maximum for names ending in ``_max``."""
-    values: dict[str, list[float]] = {}
-    for mapping in figures:
-        for name, value in mapping.items():
-            values.setdefault(name, []).append(value)
-    return {name: (max if name.endswith("_max") else fmean)(name_values) for name, name_values in values.items()}

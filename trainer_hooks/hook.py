@@ -301,9 +301,7 @@ class ReplayHook(Closing, Generic[Task]):
             return old_log_probs
         with replay.figures.times.measure("log_probs_computed"):
             off_policy = compute_response_mask(exp_mask, old_log_probs.shape[1]) * response_mask
-            replay.figures.note(
-                metrics.record_metrics(old_log_probs, recorded_old_log_probs, recorded_mask, off_policy)
-            )
+            replay.figures.note(metrics.record_sums(old_log_probs, recorded_old_log_probs, recorded_mask, off_policy))
             if not self.config.exp_is_correct:
                 return old_log_probs
             return replace_recorded_old_log_probs(old_log_probs, recorded_old_log_probs, recorded_mask, exp_mask)

@@ -1,6 +1,6 @@
 """Metrics of replay: flat names and plain floats, for any logger. Torch only.
 
-Those of the loss are computed from sums over tokens, which can be added over the losses of a step, over micro-batches
+Those of tokens are computed from sums over tokens, which can be added over the losses of a step, over micro-batches
 and over ranks of any number of tokens; means cannot.
 
 A quantity that does not exist (the ratio of a side without tokens, the age of an unknown version) has no entry: 0
@@ -67,13 +67,12 @@ def _length_of(rollout: AgentTrajectory) -> int | None:
 
 
 @torch.no_grad()
-def record_metrics(
+def record_sums(
     old_log_probs: Tensor, recorded_old_log_probs: Tensor, recorded_mask: Tensor, off_policy_mask: Tensor
 ) -> dict[str, float]:
-    """Return differences between recorded and current log-probs of off-policy tokens. Synchronizes once.
+    """Return differences between recorded and current log-probs of off-policy tokens, for :func:`added`.
 
-    ``recorded_difference_mean``, ``recorded_difference_max``: of |current - recorded| in nats, over those that have a
-    record; empty without any.
+    Sum and maximum of |current - recorded| in nats, and number of those tokens that have a record. Synchronizes once.
 
     Args:
         old_log_probs: [B, R], under the current policy, before replacement.
@@ -83,11 +82,9 @@ def record_metrics(
     """
     both = off_policy_mask.bool() & recorded_mask.bool()
     difference = torch.where(both, old_log_probs.double() - recorded_old_log_probs.double(), 0.0).abs()
-    mean = difference.sum() / both.sum().clamp(min=1)
     largest = torch.cat([difference.flatten(), difference.new_zeros(1)]).amax()  # works for an empty tensor
-    recorded, mean_value, max_value = torch.stack([both.sum().double(), mean, largest]).tolist()
-    values = {"mean": mean_value, "max": max_value} if recorded else {}
-    return {f"{PREFIX}recorded_difference_{name}": value for name, value in values.items()}
+    tokens, total, highest = torch.stack([both.sum().double(), difference.sum(), largest]).tolist()
+    return {"recorded_tokens": tokens, "recorded_difference": total, "recorded_difference_max": highest}
 
 
 def batch_metrics(
@@ -197,14 +194,14 @@ def token_sums(loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Tens
 
 
 def added(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the results of several :func:`token_sums`; empty without any."""
+    """Combine the results of several :func:`token_sums` and :func:`record_sums`; empty without any."""
     result: dict[str, float] = {}
     for mapping in sums:
         for name, value in mapping.items():
             before = result.get(name)
             if before is None or value != value:  # NaN propagates
                 result[name] = value
-            elif name in EXTREMES:
+            elif name.endswith(("_max", "_min")):
                 result[name] = max(before, value) if name.endswith("_max") else min(before, value)
             else:
                 result[name] = before + value
@@ -214,26 +211,30 @@ def added(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def figures_of(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the figures computed from sums; a side without tokens has none, and no tokens at all give nothing.
 
+    ``recorded_difference_mean``, ``recorded_difference_max``: of :func:`record_sums`, if there is a record. The others:
     ``off_policy_share`` (of tokens); for each side, with ``on_`` or ``off_``: ``pg_loss``, ``pg_clipfrac``,
     ``pg_clipfrac_lower``, ``ppo_kl`` (mean of old - current log-prob in nats), ``ratio_mean``, ``ratio_max``,
     ``ratio_min``; ``off_ratio_near_zero_share``: share of replayed tokens with a ratio below 0.1; and
     ``off_effective_sample_size``, see :func:`effective_sample_size`.
 
     Args:
-        sums: all of :func:`token_sums`, or each of these sums divided by the same number; may be empty.
+        sums: all of :func:`token_sums`, or each of these sums divided by the same number; those of
+            :func:`record_sums`; may be empty.
     """
-    total = sum(sums.get(f"{side}_tokens", 0.0) for side in SIDES)
-    if not total:
-        return {}
-    result = {"off_policy_share": sums["off_tokens"] / total}
+    result = {}
+    if recorded := sums.get("recorded_tokens"):
+        result["recorded_difference_mean"] = sums["recorded_difference"] / recorded
+        result["recorded_difference_max"] = sums["recorded_difference_max"]
+    if total := sum(sums.get(f"{side}_tokens", 0.0) for side in SIDES):
+        result["off_policy_share"] = sums["off_tokens"] / total
     for side in SIDES:
-        if not (tokens := sums[f"{side}_tokens"]):
+        if not (tokens := sums.get(f"{side}_tokens")):
             continue
         result |= {f"{side}_{name}": sums[f"{side}_{name}"] / tokens for name in _TOKEN_MEANS}
         result[f"{side}_ppo_kl"] = sums[f"{side}_kl"] / tokens
         result[f"{side}_ratio_mean"] = sums[f"{side}_ratio"] / tokens
         result |= {f"{side}_ratio_{end}": sums[f"{side}_ratio_{end}"] for end in ("max", "min")}
-    if sums["off_tokens"]:
+    if sums.get("off_tokens"):
         result["off_ratio_near_zero_share"] = sums["off_near_zero"] / sums["off_tokens"]
         size = effective_sample_size(sums["off_tokens"], sums["off_ratio"], sums["off_ratio_squared"])
         if size is not None:

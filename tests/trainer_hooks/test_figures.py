@@ -20,7 +20,7 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import warnings_of
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
-from trainer_hooks.metrics import PREFIX, added, batch_metrics, figures_of, record_metrics, token_sums
+from trainer_hooks.metrics import PREFIX, added, batch_metrics, figures_of, record_sums, token_sums
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay import Refusal
 
@@ -231,19 +231,23 @@ def test_warnings(metrics: dict[str, float], words: list[str]) -> None:
     assert all(word in message for word, message in zip(words, messages, strict=True))
 
 
-def test_record_metrics() -> None:
+def test_differences_of_recorded_log_probs() -> None:
     current = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
     recorded = torch.tensor([[-1.5, -2.0, 0.0], [math.nan, -5.0, -9.0]])
     recorded_mask = torch.tensor([[True, True, False], [False, True, True]])
     off_policy = torch.tensor([[1, 1, 1], [0, 0, 1]])
-    assert record_metrics(current, recorded, recorded_mask, off_policy) == pytest.approx(
+    parts = [
+        record_sums(*(tensor[rows] for tensor in (current, recorded, recorded_mask, off_policy)))
+        for rows in (slice(1), slice(1, 2))
+    ]
+    assert figures_of(added(parts)) == pytest.approx(
         {
             "experience_replay/recorded_difference_mean": (0.5 + 0.0 + 3.0) / 3,
             "experience_replay/recorded_difference_max": 3.0,
         }
     )
-    assert record_metrics(current, recorded, recorded_mask, torch.zeros(2, 3)) == {}
-    assert record_metrics(current, recorded, torch.zeros(2, 3, dtype=torch.bool), off_policy) == {}
+    assert figures_of(record_sums(current, recorded, recorded_mask, torch.zeros(2, 3))) == {}
+    assert figures_of(record_sums(current, recorded, torch.zeros(2, 3, dtype=torch.bool), off_policy)) == {}
 
 
 def test_batch_metrics() -> None:
