@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import t08_open, t14_memory, t21_view, t25_restart, t31_tokens, t35_run, t36_week
+from tools.bench import t08_open, t14_memory, t21_view, t25_restart, t31_tokens, t35_run
 from tools.bench.__main__ import BENCHMARKS, figures_of, main
 from tools.bench.report import Figure, Options, SkippedError, table
 from tools.crash.forked import forking
 
 # Not run, as they start servers.
 NOT_TRIED = ("t16", "t19", "t20", "t29", "t33")
-LONG = ("t15", "t21", "t22", "t23", "convert", "gpu_trainer", "gpu_threads")
+LONG = ("t15", "t21", "t22", "t23", "gpu_threads")
 """Start a browser, servers, a separate cluster or many processes, train models, or ask many questions."""
 
 
@@ -30,9 +30,7 @@ LONG = ("t15", "t21", "t22", "t23", "convert", "gpu_trainer", "gpu_threads")
 def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (t08_open, t14_memory, t21_view, t25_restart):  # starting Python and torch takes seconds
         monkeypatch.setattr(module, "in_child", lambda work, *arguments: work(*arguments))
-    for module in (t35_run, t36_week):
-        monkeypatch.setattr(module, "in_child", _in_fork)
-    monkeypatch.setattr(t36_week, "RANKS", 4)
+    monkeypatch.setattr(t35_run, "in_child", _in_fork)
     for tokens in ("_FIRST", "_SAMPLED", "_OBSERVED"):
         monkeypatch.setattr(t31_tokens, tokens, 8)
     try:

@@ -24,8 +24,7 @@ BENCHMARKS = {
     **{f"t{int(file[1:3])}": f"{file}.figures" for file in _FILES},  # T13 is a command of its own
     **{"t1": "t01_sample.cached", "t2": "t01_sample.uncached"},
     **{"t16": "t16_verl.figures", "t16admit": "t16_admit.figures"},
-    **{name: f"{name}.figures" for name in ("convert", "guided", "rlinf", "samplers")},
-    **{f"gpu_{name}": f"gpu.{name}" for name in ("loader", "loss", "trainer", "threads")},
+    **{f"gpu_{name}": f"gpu.{name}" for name in ("loader", "loss", "threads")},
 }
 """Module and function of each benchmark, imported when it runs, so that others do not need its packages."""
 

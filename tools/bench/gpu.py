@@ -1,7 +1,7 @@
-"""The loader, the loss and the reference trainer on a GPU, and T1, T2, T5 and T6 at several numbers of threads.
+"""The loader and the loss on a GPU, and T1, T2, T5 and T6 at several numbers of threads.
 
-``python -m tools.bench gpu_loader gpu_loss gpu_trainer gpu_threads --repeats 3`` takes at most six minutes; the trainer
-needs transformers. Without a CUDA device the same code runs on the CPU, with smaller inputs, and the table says so.
+``python -m tools.bench gpu_loader gpu_loss gpu_threads --repeats 3`` takes at most six minutes. Without a CUDA
+device the same code runs on the CPU, with smaller inputs, and the table says so.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from tools.bench import t01_sample, t05_growth, t06_durable
-from tools.bench.report import Figure, Options, needs
+from tools.bench.report import Figure, Options
 from tools.bench.t12_loss import TOKENS, Inputs, make_inputs, ours, step, transcription
 from tools.bench.timing import in_turn, ratio, seconds, torch_threads
 from tools.bench.workloads import Workload, filled, image, state
@@ -28,7 +26,6 @@ from trajstore import TrajectoryReplayBuffer
 from trajstore._core.columns.fields import nest
 from trajstore._core.feeding.device import CudaDevice
 from trajstore._core.feeding.memory import DeviceMemory, Ready, tensors_of
-from trajstore._core.reading import plan
 from trajstore.loader import ReplayLoader
 
 STEP = 0.005
@@ -278,57 +275,11 @@ def _peak(batch: Inputs, variant: Callable[[Inputs], dict[str, Tensor]]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-# ---- the trainer -----------------------------------------------------------------------------------
-
-
-def trainer(options: Options) -> Iterator[Figure]:
-    """Yield whether two runs of the reference trainer with replay, on the device, make the same draws."""
-    needs("transformers", extra="demo")
-    steps = options.count(50, 2)
-    first, second = (_trained(steps, options.folder / name) for name in ("first", "second"))
-    differ = sum(mine != other for mine, other in zip(first["draws"], second["draws"], strict=True))
-    yield Figure(
-        "GPU",
-        f"steps of {steps} whose replayed rollouts differ between two runs",
-        float(differ),
-        0.0,
-        details={
-            "replayed": sum(map(len, first["draws"])),
-            "seconds": first["seconds"],
-            "rewards_equal": first["rewards"] == second["rewards"],
-        },
-    )
-
-
-def _trained(steps: int, folder: Path) -> dict[str, Any]:
-    from examples.grpo.config import TrainerConfig
-    from examples.grpo.trainer import ReferenceTrainer
-    from trainer_hooks.config import ExperienceReplayConfig
-
-    replay = ExperienceReplayConfig(enable=True, store={"path": str(folder)})
-    config = TrainerConfig(environment="sort", steps=steps, device=DEVICE.type, evaluate_every=steps + 1, replay=replay)
-    draws: list[list[str]] = []
-    with ReferenceTrainer(config) as run:
-        plan_of = run.hook.before_rollout
-
-        def noted(*arguments: Any) -> Any:
-            plan = plan_of(*arguments)
-            draws.append([str(history.rollout_id) for task in plan for history in task.histories])
-            return plan
-
-        run.hook.before_rollout = noted  # type: ignore[method-assign,assignment]
-        run.warm_start()
-        start = time.perf_counter()
-        curve = run.train()
-    return {"draws": draws, "rewards": [point.reward for point in curve], "seconds": time.perf_counter() - start}
-
-
 # ---- threads ---------------------------------------------------------------------------------------
 
 
 def threads(options: Options) -> Iterator[Figure]:
-    """Yield T1, T2, T5 and T6 at several numbers of torch threads, up to the number of cores; before, T1 by itself."""
-    yield from _woken(options)
+    """Yield T1, T2, T5 and T6 at several numbers of torch threads, up to the number of cores."""
     for count in (count for count in THREADS if count <= (os.cpu_count() or 1)):
         folder = options.folder / f"{count}"
         with torch_threads(count):
@@ -338,23 +289,3 @@ def threads(options: Options) -> Iterator[Figure]:
                     value = figure.details.get(f"ratio_torch_threads_{count}", figure.value)
                     yield replace(figure, name=f"{figure.name}, torch threads {count}", value=value)
                 shutil.rmtree(folder)
-
-
-def _woken(options: Options) -> Iterator[Figure]:
-    """Yield the time of ``sample`` by number of helpers that each thread wakes, without torch's spinning threads."""
-    workload = image(options)
-    with (
-        TrajectoryReplayBuffer(seed=0, sample_window_size=0) as buffer,
-        patch.object(plan, "_WAKES", plan._WAKES),  # undoes the changes
-    ):
-        buffer.add_trajectories(workload.trajectories)
-
-        def sample(wakes: int) -> None:
-            plan._WAKES = wakes
-            buffer.sample(workload.batch)
-
-        each = (plan._WAKES, 4, 15)
-        for wakes, times in zip(
-            each, in_turn([partial(sample, n) for n in each], 5 * options.repeats, calls=10), strict=True
-        ):
-            yield Figure("T1", f"sample by itself, image, each thread wakes {wakes}", times.ms, None, "ms")

@@ -2,13 +2,11 @@
 
 The store is in the state that a writer leaves, once with 100 trajectories per shard (the result of group commits of a
 fast producer) and once with one per shard, with shard files that are one hole: nothing is sampled. Time runs from the
-call to the return of ``load_checkpoint``, modules being loaded; memory is the growth of the process's RSS. The
-ratio is to ``json.load`` of RLinf's index of as many trajectories.
+call to the return of ``load_checkpoint``, modules being loaded; memory is the growth of the process's RSS.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +33,6 @@ from trajstore._core.formats.checksums import manifest_of
 from trajstore._core.store.additions import NewEntries, starts_of
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.json_arrays import StringTable
-from trajstore._core.store.sealed import INDEX_NAME
 from trajstore._core.store.shard_table import shard_name
 from trajstore._core.writing.groups import random_uuids
 
@@ -48,9 +45,6 @@ Facts = Callable[[int, StringTable], dict[str, npt.NDArray[Any]]]
 
 def figures(options: Options) -> Iterator[Figure]:
     """Yield the figures of all stores."""
-    theirs = options.folder / "rlinf.json"
-    _write_rlinf_index(theirs, options.count(CASES[0][0], 800))
-    json_s = _median(_load_json, theirs, options)["seconds"]
     write_store(options.folder / "one", 1, 1)
     kernels_held = in_child(cost, load, options.folder / "one")["held"]
     for whole, packed, most, most_of_rank in CASES:
@@ -69,15 +63,6 @@ def figures(options: Options) -> Iterator[Figure]:
             "bytes",
             details={"kernels_mb": kernels_held / 1e6, "held_mb": everything["held"] / 1e6},
         )
-        if whole == CASES[0][0]:
-            index_mb = (folder / INDEX_NAME).stat().st_size / 1e6
-            yield Figure(
-                "T8",
-                f"open {name}, over json.load of RLinf's index",
-                everything["seconds"] / json_s,
-                0.3,
-                details={"json_s": json_s, "index_mb": index_mb, "json_mb": theirs.stat().st_size / 1e6},
-            )
         shutil.rmtree(folder)
 
 
@@ -85,20 +70,6 @@ def _median(work: Callable[[Path], object], path: Path, options: Options) -> dic
     """Return what opening costs, each time in a process of its own: the median of each number."""
     found = [in_child(cost, work, path) for _ in range(-(-options.repeats * 5 // 7))]
     return {name: median(run[name] for run in found) for name in found[0]}
-
-
-def _write_rlinf_index(path: Path, total: int) -> None:
-    entries = {
-        str(number): {
-            "num_samples": 2560,
-            "trajectory_id": number,
-            "max_episode_length": 80,
-            "shape": [80, 32, 28],
-            "model_weights_id": "a912e446-5c23-5a59-88c3-38aa354435e2",
-        }
-        for number in range(total)
-    }
-    path.write_text(json.dumps({"trajectory_index": entries, "trajectory_id_list": list(range(total))}))
 
 
 def write_store(folder: Path, total: int, packed: int, facts: Facts | None = None) -> None:
@@ -149,10 +120,6 @@ def load(path: Path, rank: int = 0, ranks: int = 1) -> object:
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     buffer.load_checkpoint(path, True, rank, ranks)
     return buffer
-
-
-def _load_json(path: Path) -> object:
-    return json.loads(path.read_text())
 
 
 def cost(work: Callable[[Path], object], path: Path) -> dict[str, float]:

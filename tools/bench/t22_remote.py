@@ -2,8 +2,7 @@
 
 Two nodes of Ray on this machine, each with its own object store; stores and peers are on the second, the learner is on
 the first and, in its own UTS namespace, has another host name: it can but ask. The peers hold the same transitions in
-memory: a plain actor of ten lines with a list of transitions, the reference of the target; an actor with a tensor for
-each column; TorchRL's ``RayReplayBuffer``, where it is installed.
+memory: a plain actor of ten lines with a list of transitions, and TorchRL's ``RayReplayBuffer``, where it is installed.
 One call of each, now this one first and now that, medians of all calls. Needs the right to change the host name (root).
 """
 
@@ -49,7 +48,6 @@ def figures(options: Options) -> Iterator[Figure]:
     for stores in _STORES:
         name, mine = f"a batch from {counted(stores, 'store')} on another node", took[f"stores_{stores}"]
         yield Figure("T22", f"{name} over a plain list", ratio(mine, took["list"]), 0.5, details=details)
-        yield Figure("T22", f"{name} over an actor with a tensor for each column", ratio(mine, took["columns"]), None)
         if "torchrl" in took:
             yield Figure("T22", f"{name} over TorchRL's RayReplayBuffer", ratio(mine, took["torchrl"]), 0.5)
     yield Figure("T22", "four stores over one", ratio(took["stores_4"], took["stores_1"]), 1.2)
@@ -70,19 +68,6 @@ class _List:
         return {name: np.ascontiguousarray(batch[name]) for name in self._record.names or ()}
 
 
-class _Columns:
-    """A tensor for each column."""
-
-    def add(self, columns: dict[str, Any]) -> None:
-        """Take the transitions."""
-        self._columns = columns
-
-    def sample(self, count: int) -> dict[str, torch.Tensor]:
-        """Return a batch."""
-        chosen = torch.randint(len(next(iter(self._columns.values()))), (count,))
-        return {name: column[chosen] for name, column in self._columns.items()}
-
-
 def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, Times]:
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUTS):
         raise OSError(ctypes.get_errno(), "no host name of its own")
@@ -95,11 +80,9 @@ def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, Times]:
     try:
         added = states(trajectories)
         columns = raw_columns(added)
-        works: dict[str, Callable[[], object]] = {}
-        for name, peer in {"list": _List, "columns": _Columns}.items():
-            actor: Any = ray.remote(num_cpus=0, resources=_THERE)(peer).remote()
-            ray.get(actor.add.remote(columns))
-            works[name] = partial(_asked, actor)
+        actor: Any = ray.remote(num_cpus=0, resources=_THERE)(_List).remote()
+        ray.get(actor.add.remote(columns))
+        works: dict[str, Callable[[], object]] = {"list": lambda: ray.get(actor.sample.remote(BATCH))}
         torchrl = _torchrl(columns)
         if torchrl is not None:
             works["torchrl"] = torchrl.sample
@@ -129,12 +112,6 @@ def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, Times]:
     finally:
         ray.shutdown()
         cluster.shutdown()  # type: ignore[no-untyped-call]
-
-
-def _asked(actor: Any) -> object:
-    import ray
-
-    return ray.get(actor.sample.remote(BATCH))
 
 
 def _torchrl(columns: dict[str, torch.Tensor]) -> Any:

@@ -1,8 +1,6 @@
-"""T33: requests to object storage, by kind, of a commit, an idle refresh and a whole shard, and what they cost.
+"""T33: requests to object storage, by kind, of a commit, an idle refresh and a whole shard.
 
-The server is moto's; every call of the client to it is counted. Prices are S3's list prices in us-east-1 (2026): PUT
-and LIST 5 dollars a million, GET and HEAD 0.4, DELETE nothing. Details have the count of each kind, and dollars a day
-at one operation a second.
+The server is moto's; every call of the client to it is counted. Details have the count of each kind.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from tools.bench.workloads import agents
 from tools.campaigns import s3_server
 from trajstore import Retention, TrajectoryReplayBuffer
 
-DOLLARS = {"PutObject": 5e-6, "ListObjectsV2": 5e-6, "GetObject": 4e-7, "HeadObject": 4e-7, "DeleteObject": 0.0}
 _RANKS = (8, 64)
 
 
@@ -43,9 +40,7 @@ def figures(options: Options) -> Iterator[Figure]:
         for _ in range(calls):
             call()
         each = {kind: requests[kind] / calls for kind in sorted(requests)}
-        day = 86_400 * sum(DOLLARS[kind] * number for kind, number in each.items())
-        details = each | {"dollars_a_day_at_one_a_second": day}
-        return Figure("T33", name, sum(each.values()), target, "requests", details=details)
+        return Figure("T33", name, sum(each.values()), target, "requests", details=each)
 
     seldom = mock.patch("trajstore._core.writing.inbox._SECONDS_REMOTE", 86_400.0)
     with s3_server() as server, seldom, mock.patch.object(AioBaseClient, "_make_api_call", counted):
