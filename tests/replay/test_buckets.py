@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from tests.replay.conftest import build
 from trainer_hooks.replay import PoolRules
-from trainer_hooks.replay.buckets import TASK_SAMPLING, DifficultyBuckets, bucket_probabilities, draw_tasks
+from trainer_hooks.replay.buckets import TASK_SAMPLING, bucket_probabilities, draw_tasks
 from trainer_hooks.replay.outcomes import TaskOutcome, count_outcomes, is_success
-from trajstore.errors import ConfigurationError
 
 N_ROLLOUT = 8
 
@@ -54,11 +53,6 @@ def test_a_task_is_solved_on_full_evidence_only_and_its_difficulty_is_out_of_n(
 ) -> None:
     assert outcome.solved(n_rollout) is solved
     assert outcome.difficulty(n_rollout) == difficulty
-
-
-def test_a_task_in_two_buckets_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="'a' is in the buckets 1 and 2"):
-        DifficultyBuckets({1: ["a"], 2: ["a"]})
 
 
 @pytest.mark.parametrize(

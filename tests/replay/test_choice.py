@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from tests.replay.conftest import build
 from tests.sampling.chance import fits
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
-from trainer_hooks.replay.entry import Refusal, entry_of, mean_entropy, token_digest
+from trainer_hooks.replay.entry import Refusal, entry_of, token_digest
 from trainer_hooks.replay.selection import choose_to_save
 from trajstore.errors import TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory
@@ -125,18 +124,6 @@ def test_what_does_not_come_out_is_not_read(tmp_path: Path, monkeypatch: pytest.
 
 def rules(**values: object) -> PoolRules:
     return PoolRules(**({"n_rollout": 8} | values))  # type: ignore[arg-type]
-
-
-def test_mean_entropy_is_over_the_models_tokens_only() -> None:
-    values = torch.tensor([1.0, math.nan, 3.0, 100.0])
-    assert mean_entropy(values, torch.tensor([1, 0, 1, 0])) == 2.0
-    assert mean_entropy(values.bfloat16(), torch.tensor([True, False, True, False])) == 2.0
-
-
-def test_mean_entropy_of_nothing_is_unknown_and_not_zero() -> None:
-    assert mean_entropy(torch.ones(3), torch.zeros(3)) is None
-    assert mean_entropy(torch.ones(0), torch.ones(0)) is None
-    assert mean_entropy(torch.tensor([math.nan]), torch.ones(1)) is None
 
 
 def test_messages_tell_apart_what_has_no_tokens() -> None:

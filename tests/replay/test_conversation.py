@@ -125,19 +125,6 @@ def test_a_template_that_changes_earlier_messages_is_refused_with_the_message_th
     assert rows_of_messages(plain, template_of("qwen3")) == rows_of_messages(plain, template_of("chatml"))
 
 
-def test_tool_messages_are_not_trained_on() -> None:
-    messages = [
-        *conversation("task", "call"),
-        {"role": "tool", "content": "42"},
-        {"role": "assistant", "content": "It is 42"},
-    ]
-    [row] = rows_of_messages(messages, template_of("qwen2.5"))
-    written = "".join(
-        chr(token) if token > 0 else "|" for token, on in zip(row.input_ids, row.loss_mask, strict=True) if on
-    )
-    assert written == "call|It is 42|"
-
-
 def test_ids_that_are_there_win() -> None:
     made = with_tokens(AgentTrajectory(messages=conversation("a", "b")), template_of("chatml"))
     assert with_tokens(made, template_of("llama3")) is made

@@ -96,16 +96,6 @@ def test_a_task_given_twice_fills_up_only_where_nothing_else_is_left() -> None:
     assert ExperienceMixCollateFn(manager_with([], []), str)(["a", "a", "b"], 1.0) == ([], ["a", "b", "a"])
 
 
-def test_every_task_has_n_rollout_rows() -> None:
-    manager = manager_with(["a", "b"], [], histories=2)
-    manager.save_trajectories_to_memory([build("b", 7), build("b", 8), build("b", 9)])
-    mix = ExperienceMixCollateFn(manager, str, offpolicy_trajectories_per_task=3)
-    experience = ["a", "b", "unknown"]
-    histories = mix.get_histories(experience)
-    assert {task: len(task_histories) for task, task_histories in histories.items()} == {"a": 2, "b": 3}
-    assert mix.fresh_rollouts(experience, ["c"], histories) == [2, 1, 4, 4]
-
-
 @pytest.mark.parametrize(
     ("wanted", "n_rollout", "kept", "histories"),
     [(None, 8, 10, 4), (None, 5, 10, 2), (None, 2, 10, 1), (None, 64, 10, 10), (None, 8, 2, 2), (1, 8, 10, 1)],

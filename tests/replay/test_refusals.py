@@ -319,19 +319,6 @@ def test_a_trajectory_of_files_that_cannot_be_read_is_refused_by_itself(
     assert f"{path}: task 'a' has a trajectory (1) that cannot be read" in caplog.text
 
 
-def test_the_log_names_each_reason_once(caplog: pytest.LogCaptureFixture) -> None:
-    manager = ExperienceManager(RULES)
-    for _ in range(2):
-        manager.admit([*with_a_failure(rollout(old_log_probs=None)), rollout(outcome=None, rollout_id="unrated")])
-    mismatch, unrated = caplog.messages
-    assert "1 rollout is refused as log_probs_mismatch" in mismatch
-    assert "old_log_probs are absent, not finite" in mismatch
-    assert "(rollout 'a/1' of task 'a')" in mismatch
-    assert "refused as no_outcome" in unrated
-    assert "(rollout 'unrated' of task 'a')" in unrated
-    assert manager.refused == {"log_probs_mismatch": 2, "no_outcome": 2}
-
-
 def test_the_log_names_the_field_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with managers(tmp_path) as both:
         for manager in both:

@@ -20,7 +20,7 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import warnings_of
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
-from trainer_hooks.metrics import PREFIX, added, batch_metrics, figures_of, record_sums, token_sums
+from trainer_hooks.metrics import PREFIX, added, figures_of, record_sums, token_sums
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay import Refusal
 
@@ -248,18 +248,3 @@ def test_differences_of_recorded_log_probs() -> None:
     )
     assert figures_of(record_sums(current, recorded, recorded_mask, torch.zeros(2, 3))) == {}
     assert figures_of(record_sums(current, recorded, torch.zeros(2, 3, dtype=torch.bool), off_policy)) == {}
-
-
-def test_batch_metrics() -> None:
-    metrics = batch_metrics([True, False, False, True, True], [3, 10, 10, None, 7], 10)
-    assert metrics == {
-        "experience_replay/replayed_rows": 3.0,
-        "experience_replay/rows": 5.0,
-        "experience_replay/age_mean": 5.0,
-        "experience_replay/age_max": 7.0,
-        "experience_replay/age_min": 3.0,
-        "experience_replay/age_unknown_rows": 1.0,
-    }
-    assert "experience_replay/age_mean" not in batch_metrics([False], [9], 10)
-    mixed = batch_metrics([True] * 3, [None, None, 11], 10, demonstrations=1)
-    assert mixed["experience_replay/age_unknown_rows"] == 2.0
