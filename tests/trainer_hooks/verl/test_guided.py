@@ -21,7 +21,7 @@ from tests.trainer_hooks.verl.conftest import Compose
 from tests.verl_plugin.assets import make_tokenizer
 from trainer_hooks.guidance import Guidance, Insertion, with_guidance
 from trainer_hooks.verl.config import ReplayBlock
-from trainer_hooks.verl.guided import GuidedManager, GuidedRollouts
+from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer
 from trainer_hooks.verl.tasks import ROLLOUTS_WANTED
 from trajstore.errors import ConfigurationError, StoreLockedError
@@ -95,25 +95,6 @@ def offers_of(prompts: TensorDict) -> list[Offer | None]:
     return [Offer.of_text(text) if text else None for text in prompts[OFFER]] if OFFER in prompts else []
 
 
-def test_half_of_each_prompts_rollouts_are_offered_what_is_known_of_it(opened: Opened) -> None:
-    guided = opened(*SHOWS, *MAKES, "+experience_maker.retrieve_top_k=1")
-    prompts = prompts_of()
-    assert OFFER not in guided.offered(prompts), "nothing is known yet"
-    learnt(guided)
-    result = guided.offered(prompts)
-    assert OFFER not in prompts, "the given prompts are unchanged"
-    assert list(result["agent_name"]) == [GUIDED_LOOP] * 3
-    for task, offer in enumerate(offers_of(result)):
-        assert offer.loop == "single_turn_agent"
-        assert len(offer.sessions) == N // 2
-        assert set(offer.sessions) < set(range(N))
-        assert offer.train_mode == "discard"
-        assert len(offer.names) == 1
-        assert offer.insertion.message == 0
-        assert f"For tasks like: find cup {task}" in offer.insertion.text
-        assert "kitchen" in offer.insertion.text
-
-
 def test_the_loops_of_the_data_and_the_rollouts_of_replay_are_respected(opened: Opened) -> None:
     guided = opened(*SHOWS, *MAKES)
     learnt(guided)
@@ -154,23 +135,6 @@ def test_off_is_off(opened: Opened) -> None:
     assert guided.offered(prompts) is prompts
     assert guided.step_done([rollout(0, 1.0)], 1) == {}
     assert not guided.wants_validation
-
-
-class Manager:
-    """As verl's manager of agent loops, as far as a trainer knows it."""
-
-    agent_loop_workers = (1, 2)
-
-    def generate_sequences(self, prompts: TensorDict) -> TensorDict:
-        return prompts
-
-
-def test_the_manager_hands_prompts_on_with_their_offers(opened: Opened) -> None:
-    guided = opened(*SHOWS, *MAKES)
-    learnt(guided)
-    manager = GuidedManager(Manager(), guided.offered)
-    assert OFFER in manager.generate_sequences(prompts_of())
-    assert manager.agent_loop_workers == (1, 2)
 
 
 def test_the_same_state_gives_the_same_choices(opened: Opened) -> None:

@@ -24,7 +24,7 @@ from tests.verl_plugin.assets import make_tokenizer
 from trainer_hooks.guidance import Insertion
 from trainer_hooks.guidance.context import TrainMode
 from trainer_hooks.verl.guided_loop import GuidedAgentLoop
-from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer, Report
+from trainer_hooks.verl.offers import OFFER, Offer, Report
 
 TOKENIZER = make_tokenizer()
 PLAIN = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say 1"}]
@@ -163,23 +163,6 @@ def report_of(output: AgentLoopOutput) -> Report:
     return Report.of(output.extra_fields)
 
 
-def test_it_is_registered_where_verl_looks() -> None:
-    assert _agent_loop_registry[GUIDED_LOOP]["_target_"].endswith("guided_loop.GuidedAgentLoop")
-
-
-def test_discarded_rows_have_the_prompt_without_and_the_response_as_sampled() -> None:
-    (row,) = rolled_out(Loop, "discard")
-    assert [tokens(guided())] == ROLLED
-    assert row.prompt_ids == tokens(PLAIN)
-    assert row.response_ids == [7, 8, 1]
-    report = report_of(row)
-    assert report.exchanged
-    assert report.guidance.taken_out
-    assert report.guidance.experiences == ("4", "2")
-    assert report.guidance.insertions == (Insertion(1, TIP),)
-    assert row.extra_fields["of the loop"] == 1
-
-
 @pytest.mark.parametrize("kind", [Loop, Wrapping, Unheard])
 def test_kept_rows_are_as_sampled(kind: type[Loop]) -> None:
     (row,) = rolled_out(kind, "keep")
@@ -200,6 +183,7 @@ def test_every_output_is_looked_at_by_itself() -> None:
     first, second = rolled_out(Twice, "discard")
     assert first.prompt_ids == tokens(PLAIN)
     assert second.prompt_ids == [*tokens(PLAIN), 7, 8, 1, 9]
+    assert first.extra_fields["of the loop"] == 1
     assert report_of(first).exchanged
     assert report_of(second).exchanged
     first, second = rolled_out(Cut, "discard")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -260,17 +259,6 @@ def test_a_call_that_fails_leaves_no_mask_behind() -> None:
         het_policy_loss(**policy_loss_arguments())
 
 
-def test_the_wrapper_goes_to_the_workers() -> None:
-    """verl pickles the trainer's loss function."""
-    rows = loss_rows(5, LENGTHS, replayed=[1])
-    installed = partial(het_ppo_loss, config=actor("het"), options=PLAIN)
-    values = []
-    for call in (installed, pickle.loads(pickle.dumps(installed))):
-        data, output, _ = micro_batch(rows, GlobalBatch(), [EXP_MASK])
-        values.append(call(model_output=output, data=data)[0].item())
-    assert values[0] == values[1]
-
-
 # ---- masks of another length than the response ----
 
 
@@ -369,12 +357,6 @@ def test_nothing_counts() -> None:
     metrics = through_verl([[[(data, output)]]])
     assert take_figures(metrics) == {}
     assert not [name for name in metrics if FIGURES in name]
-
-
-def test_metrics_of_another_loss_have_no_figures() -> None:
-    metrics = {"actor/pg_loss": 0.5}
-    assert take_figures(metrics) == {}
-    assert metrics == {"actor/pg_loss": 0.5}
 
 
 # ---- threads ----

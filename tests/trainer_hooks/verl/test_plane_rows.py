@@ -21,7 +21,7 @@ from tests.trainer_hooks.verl.plane import TASKS, MakeSession, N, rollouts
 from trainer_hooks.metrics import PREFIX
 from trainer_hooks.replay.entry import DEMONSTRATION
 from trainer_hooks.transfer_queue import Row
-from trainer_hooks.verl.dataplane import read_rows, read_whole_row, write_column
+from trainer_hooks.verl.dataplane import read_rows, write_column
 from trainer_hooks.verl.histories import TRAINING, ReplaySampler
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION
@@ -46,20 +46,6 @@ def test_reading_rows_names_the_column_that_one_lacks() -> None:
         "a_0_0": [1, 1],
         "a_1_0": [0] * 3,
     }
-
-
-def test_rows_come_in_the_order_of_the_batch() -> None:
-    rows = rollouts("a", N) + rollouts("b", N)
-    plane.put(rows)
-    batch = plane.batch_of(rows[::-1])
-    read_back = read_rows(batch, ["uid", "index", "responses", "raw_prompt", "extra_fields"])
-    for row, wanted in zip(read_back, rows[::-1], strict=True):
-        assert (row.key, row.tag) == (wanted.key, wanted.tag)
-        assert torch.equal(row.columns["responses"], wanted.columns["responses"])
-        for name in ("uid", "index", "raw_prompt"):
-            assert row.columns[name] == wanted.columns[name]
-        assert row.columns["extra_fields"]["min_global_steps"] == 4
-    assert read_rows(plane.batch_of([]), ["uid"]) == []
 
 
 # ---- a uid with an underscore ----
@@ -217,25 +203,6 @@ def test_mini_batches_have_their_share_of_replayed_rows(make_session: MakeSessio
 
 
 # ---- the rows that were joined ----
-
-
-def test_replayed_rows_have_every_column_and_the_mask(make_session: MakeSession) -> None:
-    session = make_session()
-    plane.fill(session)
-    (history,) = plane.planned(session)["sums:2"]
-    session.expect({"u": (history,)})
-    fresh = rollouts("u", 3, index=2)
-    joined = session.join(plane.put(fresh))
-    data = tq.kv_batch_get(keys=joined.keys, partition_id=TRAINING)
-    assert set(data.keys()) == {*fresh[0].columns, EXP_MASK}, "no column was lost"
-    masks = plane.column(joined, EXP_MASK)
-    assert not any(masks[row.key].any() for row in fresh)
-    assert {key: len(mask) for key, mask in masks.items()} == {
-        key: tag["response_len"] for key, tag in zip(joined.keys, joined.tags, strict=True)
-    }
-    assert torch.equal(masks["u_1000_0"], history.response_mask.long())
-    back = read_whole_row("u_1000_0", joined.tags[-1], TRAINING)
-    assert torch.equal(back.columns["input_ids"], history.input_ids.long())
 
 
 @pytest.mark.parametrize("correct", [True, False])

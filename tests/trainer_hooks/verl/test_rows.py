@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.trainer_hooks.verl.builders import RULE, fresh_row, rated, recorded_of, trained_of
+from tests.trainer_hooks.verl.builders import RULE, fresh_row, rated, trained_of
 from trainer_hooks.metrics import fresh_metrics
 from trainer_hooks.replay.entry import DEMONSTRATION, of_earlier_run
 from trainer_hooks.replay.outcomes import asked_for, known_outcome
@@ -198,13 +198,6 @@ def test_what_the_agent_loop_tells_is_recorded_and_stays_with_its_rollout(tmp_pa
     extra = back["extra_fields"]
     assert (extra["turn_scores"], extra["tool_rewards"], extra["preempted"]) == ([0.5, 1.0], [0.25], 1)
     assert extra["other"] is None, "another rollout's: the history has none"
-
-
-def test_a_rollout_without_a_reward_or_log_probs_is_recorded() -> None:
-    row = fresh_row("u1")
-    columns = {name: value for name, value in row.columns.items() if name != "rm_scores"}
-    (made,) = recorded_of([Row(row.key, row.tag, columns)])
-    assert (made.old_log_probs, made.reward, "trained" in made.metadata) == (None, None, False)
 
 
 # ---- the replayed row ----

@@ -138,12 +138,6 @@ def test_a_session_of_several_outputs_is_replayed_whole(make_session: MakeSessio
         assert torch.equal(masks[key], part.response_mask)
 
 
-# ---- rollouts refused by the pool ----
-
-
-# -- Texts of recorded rollouts, and guided rollouts --
-
-
 # ---- texts ----
 
 
