@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -324,36 +323,3 @@ def check_choices(
 def mean_entropy(rollout: AgentTrajectory) -> float:
     """Return the mean entropy over the model's tokens, in nats."""
     return float(rollout.entropys[rollout.response_mask.bool()].double().mean())
-
-
-def check_against_checkpoints(rollouts: Sequence[AgentTrajectory], model: Path, checkpoints: Path) -> int:
-    """Check each step's recorded log-probs against the weights before the step; return the number checked.
-
-    Args:
-        rollouts: recorded ones.
-        model: folder of the initial model.
-        checkpoints: verl's, for at least every step but the last.
-    """
-    from transformers import LlamaForCausalLM
-
-    policy = LlamaForCausalLM.from_pretrained(model).float()
-    checked = 0
-    for step in sorted({int(item.policy_version or 0) for item in rollouts}):
-        if step > 1:
-            saved = checkpoints / f"global_step_{step - 1}" / "actor" / "model_world_size_1_rank_0.pt"
-            weights: dict[str, Any] = torch.load(saved, weights_only=False)
-            local = {name: item.to_local() if hasattr(item, "to_local") else item for name, item in weights.items()}
-            policy.load_state_dict(local)
-        for rollout in rollouts:
-            if rollout.policy_version != step:
-                continue
-            for tokens, output in _outputs(rollout):
-                ids = torch.tensor(tokens)
-                with torch.no_grad():
-                    scores = policy(ids[None]).logits[0].log_softmax(-1)
-                start = len(output.prompt)
-                wanted = scores[start - 1 : -1].gather(-1, ids[start:, None])[:, 0]
-                written = output.response_mask.bool()
-                torch.testing.assert_close(output.log_probs[written], wanted[written], atol=1e-4, rtol=1e-4)
-                checked += 1
-    return checked

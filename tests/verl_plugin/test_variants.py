@@ -14,7 +14,7 @@ from trajstore import AgentTrajectory
 
 from .assets import TRAIN_ROWS, Assets, make_assets, make_rows
 from .rebuilt import SAVES_HUGGING_FACE, check_steps
-from .recount import OffPolicyLoss, check_against_checkpoints, check_choices, check_loss_rows, mean_entropy
+from .recount import OffPolicyLoss, check_choices, check_loss_rows, mean_entropy
 from .runs import GROUP, REPLAY, Train
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.campaign]
@@ -157,7 +157,6 @@ def test_the_loss_sees_what_the_store_and_the_options_say(
             seen, rollouts, count=variant.histories, value=variant.value, least_used_first=variant.in_turns
         )
         assert left or variant.histories > 1
-    assert check_against_checkpoints(rollouts, verl_assets.model, tmp_path / "checkpoints") >= len(rollouts)
 
 
 def test_histories_of_another_prompt_join_no_group(train: Train, verl_assets: Assets, tmp_path: Path) -> None:
