@@ -21,7 +21,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from tests.trainer_hooks.verl.conftest import Compose
 from tests.verl_plugin.assets import make_tokenizer
-from trainer_hooks.guidance import Insertion
+from trainer_hooks.guidance import Guidance, Insertion
 from trainer_hooks.guidance.context import TrainMode
 from trainer_hooks.verl.guided_loop import GuidedAgentLoop
 from trainer_hooks.verl.offers import OFFER, Offer, Report
@@ -231,7 +231,7 @@ def test_the_loops_of_verl(name: str, compose_verl: Compose) -> None:
     assert [tokens(guided())] == ROLLED
     assert item.prompt_ids == tokens(PLAIN)
     assert item.response_ids == [7, 8, 1]
-    assert report_of(item).exchanged
+    assert report_of(item) == Report(Guidance("discard", ("4",), (Insertion(1, TIP),), taken_out=True), exchanged=True)
 
 
 @pytest.mark.parametrize("mode", ["keep", "discard"])
