@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import multiprocessing
 import os
 import signal
@@ -19,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.certificates import certify
 from tests.distributed.test_reads import Here, look
 from tests.distributed.test_server import request_of, server
 from tests.support.equality import same
@@ -278,37 +277,16 @@ def test_a_forked_child_has_its_own_connections(stores: list[StoreServer]) -> No
 # -- TLS -----------------------------------------------------------------------------------------------
 
 
-def certify(folder: Path, name: str, address: str = "127.0.0.1") -> dict[str, str]:
-    """Make an authority, and a certificate of it for an address; return Ray's variables for them."""
-    x509 = pytest.importorskip("cryptography.x509", reason="needs cryptography")
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    now, paths = datetime.datetime.now(datetime.UTC), {}
-    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
-    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{name} {of}")]) for of in ("CA", "node")]
-    for of, key, subject in zip(("CA", "SERVER"), keys, names, strict=True):
-        host = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
-        certificate = (
-            x509.CertificateBuilder(names[0], subject, key.public_key(), x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(x509.BasicConstraints(of == "CA", None), critical=True)
-            .add_extension(host, critical=False)
-            .sign(keys[0], hashes.SHA256())
-        )
-        paths[f"RAY_TLS_{of}_CERT"] = str(folder / f"{name}-{of}.crt")
-        Path(paths[f"RAY_TLS_{of}_CERT"]).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    paths["RAY_TLS_SERVER_KEY"] = str(folder / f"{name}.key")
-    private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    Path(paths["RAY_TLS_SERVER_KEY"]).write_bytes(keys[1].private_bytes(serialization.Encoding.PEM, *private))
-    return {"RAY_USE_TLS": "1", **paths}
+def variables(folder: Path, name: str, address: str = "127.0.0.1") -> dict[str, str]:
+    """Return Ray's variables for a new authority and its certificate for an address."""
+    names = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")
+    return {"RAY_USE_TLS": "1", **dict(zip(names, map(str, certify(folder, name, address)), strict=True))}
 
 
 def test_with_tls_both_sides_show_their_certificates(
     stores: list[StoreServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine, other = certify(tmp_path, "mine"), certify(tmp_path, "other")
+    mine, other = variables(tmp_path, "mine"), variables(tmp_path, "other")
     drawn = drawn_of(*stores, count=3001)
     with closing(reads_of(*stores)) as reads, ThreadPoolExecutor(2) as pool:
         expected = reads.rows(drawn, None, None, SECONDS)
@@ -333,7 +311,7 @@ def test_with_tls_both_sides_show_their_certificates(
         monkeypatch.setenv("RAY_TLS_CA_CERT", other["RAY_TLS_CA_CERT"])
         with pytest.raises(ConfigurationError, match=r"certificate verify failed: .*authority RAY_TLS_CA_CERT"):
             reads.rows(drawn, None, None, 600)
-        for name, value in certify(tmp_path, "elsewhere", "127.0.0.9").items():
+        for name, value in variables(tmp_path, "elsewhere", "127.0.0.9").items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ConfigurationError, match=r"store rank_. of .*not valid for '127.0.0.1'.*node's address"):
             reads.rows(drawn, None, None, 600)

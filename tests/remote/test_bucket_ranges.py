@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import ipaddress
 import os
 import pickle
 import ssl
@@ -18,6 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tests.certificates import certify
 from tests.support.witness import check_batch, witness
 from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
@@ -186,8 +186,11 @@ def test_proxies(server: Server, monkeypatch: pytest.MonkeyPatch, way: str) -> N
     "way", ["a file", "not at all", "unknown", pytest.param("the environment", marks=pytest.mark.campaign)]
 )
 def test_certificates(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str) -> None:
-    pytest.importorskip("cryptography", reason="needs cryptography, which moto brings along")
-    certificate = certify(server, tmp_path)
+    certificate, *of_server = certify(tmp_path, "server")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*of_server)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.scheme = "https"
     verify: dict[str, Any] = {"a file": {"verify": str(certificate)}, "not at all": {"verify": False}}.get(way, {})
     if way == "the environment":
         monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
@@ -198,36 +201,6 @@ def test_certificates(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path:
         return
     assert fetched(objects_of(server, client_kwargs=verify)) == WANTED
     assert server.by_obstore()
-
-
-def certify(server: Server, folder: Path) -> Path:
-    """Let a server speak TLS; return a file with the certificate of its authority."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    now = datetime.datetime.now(datetime.UTC)
-    authority, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in ("authority", "127.0.0.1")]
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    paths = []
-    for name, public, is_authority in ((names[0], authority, True), (names[1], key, False)):
-        builder = x509.CertificateBuilder(names[0], name, public.public_key(), x509.random_serial_number())
-        builder = builder.not_valid_before(now - datetime.timedelta(days=1))
-        builder = builder.not_valid_after(now + datetime.timedelta(days=1))
-        builder = builder.add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
-        if not is_authority:
-            builder = builder.add_extension(address, critical=False)
-        paths.append(folder / f"{is_authority}.pem")
-        made = builder.sign(authority, hashes.SHA256())
-        paths[-1].write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    (folder / "key.pem").write_bytes(key.private_bytes(*form))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(paths[1], folder / "key.pem")
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    server.scheme = "https"
-    return paths[0]
 
 
 # -- failing servers ---------------------------------------------------------------------------------
