@@ -13,6 +13,7 @@ from tests.sampling.additions import additions
 from tests.sampling.chance import fits
 from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.sampling.permutation import permuted
+from trajstore._core.sampling.tree import SumTree
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
 from trajstore.samplers import (
     Drawn,
@@ -186,6 +187,14 @@ def test_priorities_that_are_none_or_too_large_change_nothing(bad: list[float], 
     assert sampler.draw(50, torch.Generator().manual_seed(0)).weights.tolist() == [1.0] * 50  # type: ignore[union-attr]
     with pytest.raises(ConfigurationError, match="smaller alpha"):
         Priorities(alpha=1000.0, eps=10.0)
+
+
+@pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
+def test_a_weight_that_is_none_is_refused_and_nothing_is_set(bad: float) -> None:
+    tree = SumTree(4)
+    with pytest.raises(ConfigurationError, match="at least 0"):
+        tree.set(np.array([0, 1]), np.array([1.0, bad]))
+    assert tree.total == 0
 
 
 def test_a_window_of_tiny_weights_after_huge_ones_is_drawn_from() -> None:

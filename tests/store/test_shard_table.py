@@ -15,13 +15,7 @@ from trajstore._core.columns.schema import ColumnSpec, Schema
 from trajstore._core.formats.base import ColumnPlace, ShardManifest, StoredFile
 from trajstore._core.store.additions import AddedShard, entries_from_json
 from trajstore._core.store.json_arrays import StringTable, array_to_json
-from trajstore._core.store.log_records import (
-    decode_lines,
-    encode_line,
-    manifest_from_json,
-    manifest_to_json,
-    parse_ranges,
-)
+from trajstore._core.store.log_records import manifest_from_json, manifest_to_json, parse_ranges
 from trajstore._core.store.shard_table import ShardTable, shard_name, shard_number
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 
@@ -54,24 +48,6 @@ def table_of(*manifests: ShardManifest) -> ShardTable:
 
 
 SHARDS = (manifest(3), manifest(4, AGENT, 9), manifest(8, mapped=False), manifest(20, rows=1))
-
-
-def test_manifests_come_back_by_row_schemas_are_numbered_once_and_sums_are_by_row() -> None:
-    made, none = table_of(*SHARDS), np.iinfo(np.int64).max
-    for table in (made, ShardTable.from_json(orjson.loads(orjson.dumps(made.to_json())))):
-        assert len(table) == 4
-        assert dict(table.manifests()) == dict(enumerate(SHARDS))
-        assert [table.number(row) for row in range(4)] == [3, 4, 8, 20]
-        assert [table.schema(row) for row in range(4)] == [STEP, AGENT, STEP, STEP]
-        assert table.schemas == [STEP, AGENT]
-        assert table.schema_numbers().tolist() == [0, 1, 0, 0]
-        assert table.of_steps().tolist() == [True, False, True, True]
-        assert (table.next_number_of(AGENT, {}), table.number_of_schema(AGENT)) == (1, 1)
-        assert table.nbytes().tolist() == [1003, 1004, 1008, 1020]
-        assert table.row_bytes().tolist() == [6 * 8 + 8, 9 * 8, 6 * 8 + 8, 8 + 3]
-        assert table.rows_on([Axis.SAMPLES]).tolist() == [6, 9, 6, 1]
-        assert table.rows_on([Axis.FIRST_EXTRA, Axis.LAST_EXTRA]).tolist() == [8, none, 8, 3]
-    assert ShardTable().next_number_of(AGENT, {}) == 0
 
 
 @pytest.mark.parametrize(
@@ -126,20 +102,6 @@ ENTRIES = {
 
 
 # -- lines -------------------------------------------------------------------------------------------
-
-
-def test_a_line_is_checksum_space_json_line_feed() -> None:
-    assert encode_line({"generation": 7, "ids": np.arange(2)}) == line(b'{"generation":7,"ids":[0,1]}')
-
-
-@pytest.mark.parametrize(
-    "torn", [b"", b"5", line(b'{"b":2}')[:-1], b"00000000 {}\n", b"xxxxxxxx {}\n", line(b"[1]"), line(b"{"), b"\n"]
-)
-def test_a_torn_end_is_left_out(torn: bytes) -> None:
-    whole = line(b'{"a":1}')
-    tail = decode_lines(whole + torn, "log/1", offset=100)
-    assert tail.records == [{"a": 1}]
-    assert (tail.end, tail.torn) == (100 + len(whole), len(torn))
 
 
 # -- manifests ---------------------------------------------------------------------------------------

@@ -225,17 +225,6 @@ def test_an_index_that_is_damaged_is_refused_in_every_share(store: Path, forge: 
 # -- packed arrays ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 16, 100])
-@pytest.mark.parametrize("dtype", ["<i8", "<i4", "|i1", "<u8", "<f8", "|V16"])
-def test_arrays_of_several_streams(rows: int, dtype: str) -> None:
-    random = np.random.default_rng(rows)
-    array = random.integers(-100, 100, rows * 4).astype("<i8").view("u1")[: rows * np.dtype(dtype).itemsize].view(dtype)
-    for values in (array, np.zeros(rows, dtype)):
-        again = array_from_json(array_to_json(values), dtype)
-        assert (again.dtype, again.tobytes()) == (values.dtype, values.tobytes())
-        assert again.flags.writeable
-
-
 @pytest.mark.parametrize("step", [0, 1, -128, 127, 128, -(1 << 15), 1 << 15, 1 << 31, -(1 << 62)])
 def test_differences_of_any_width(step: int) -> None:
     values = np.array([[0, 1 << 62], [step, -step], [(1 << 63) - 1, -5]] * 9, np.int64)

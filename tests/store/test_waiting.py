@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,13 @@ from trajstore._core.files.opening import open_directory
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.json_arrays import array_to_json
 from trajstore._core.store.sealed import INDEX_NAME
-from trajstore._core.store.waiting import LazyColumn, Waiting
+from trajstore._core.store.waiting import LazyColumn
 from trajstore.errors import CorruptStoreError
 from trajstore.operations.verify import verify
 
 
 def rollout(number: int) -> AgentTrajectory:
     return AgentTrajectory(task_id=f"task {number}", reward=Reward(outcome=float(number)))
-
-
-def test_a_part_of_a_column_has_its_rows() -> None:
-    column = (
-        Waiting(LazyColumn(lambda: np.arange(6), 6), 1, 6).followed_by(np.arange(6, 8)).followed_by(np.arange(8, 10))
-    )
-    for start, stop in itertools.combinations(range(10), 2):
-        assert column.part(start, stop).column().tolist() == list(range(1 + start, 1 + stop))
 
 
 def test_two_threads_may_ask_first_at_once() -> None:

@@ -192,7 +192,7 @@ def skip_extra_rows(axis: Axis, sample: int, batch: int, epoch_samples: int) -> 
         batch: B.
         epoch_samples: (T / E)·B, transitions per rollout epoch; ignored on ``SAMPLES``.
 
-    The gather kernel repeats this arithmetic; a test compares the two.
+    The gather kernel repeats this arithmetic.
     """
     if axis is Axis.FIRST_EXTRA:
         return sample + (sample // epoch_samples + 1) * batch
