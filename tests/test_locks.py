@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-import threading
 from pathlib import Path
-
-import pytest
 
 from tests.support.lock_order import SEVERAL, TABLE, checked
 from trajstore._core.base import locks
@@ -35,12 +32,6 @@ def test_locks_of_two_objects_of_a_class_only_where_the_order_says_so() -> None:
             pass
     assert len(breaches) == 1
     assert breaches[0].startswith("Sink.lock is taken while Sink.lock is held")
-
-
-def test_unchecked_locks_are_those_of_threading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "checker", None)
-    assert type(locks.lock("Arena._lock")) is type(threading.Lock())
-    assert type(locks.rlock("Contents.lock")) is type(threading.RLock())
 
 
 def made_in(root: Path) -> list[tuple[str, str]]:

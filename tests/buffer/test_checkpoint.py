@@ -233,16 +233,6 @@ def test_a_pin_that_was_let_go_before_a_crash_is_forgotten(tmp_path: Path) -> No
     assert verify(tmp_path / "crashed").sound
 
 
-def test_what_two_ranks_have_both_is_loaded_once(tmp_path: Path) -> None:
-    with stores.opened(tmp_path / "first") as buffer:
-        buffer.add_trajectories([witness(key) for key in range(6)])
-        buffer.save_checkpoint(tmp_path / "run" / "rank_0")
-        buffer.evict([0, 1, 2, 3])
-        buffer.add_trajectories([witness(key) for key in range(6, 9)])
-        buffer.save_checkpoint(tmp_path / "run" / "rank_1")
-    assert contents_of(tmp_path / "run") == list(range(9))
-
-
 @pytest.mark.parametrize("base", ["", "memory://test-within"])
 def test_a_checkpoint_and_a_store_within_a_store_are_refused(tmp_path: Path, base: str) -> None:
     store = f"{base or tmp_path}/store"

@@ -125,6 +125,7 @@ def test_a_rank_that_is_not_there_or_cannot_be_read_is_told_and_the_run_can_be_r
     assert ("rank_2 is left out with 3 trajectories" if how == "overwritten" else "rank_2") in caplog.text
     result = verify(run)
     assert not result.sound
+    assert how == "overwritten" or result.problems[0].uncounted
     assert "rank_2" in str(result.parts[2].path if how == "overwritten" else result.problems[0])
     assert "rank_2" in inspect(run)["integrity"]["problems"][0]
     if how == "gone":
@@ -418,10 +419,11 @@ def test_the_highest_ranks_are_missed_where_a_saved_point_says_how_many_there_we
     with pytest.raises(errors.IncompleteCheckpointError, match=absent):
         load(run)
     assert len(load(run, strict=False)[0]) == 3 * (4 - len(gone))
-    assert [problem.file for problem in verify(run).problems] == [f"rank_{gone[0]}"]
+    lost = [(problem.file, problem.lost, problem.uncounted) for problem in verify(run).problems]
+    assert lost == [(f"rank_{gone[0]}", (), True)]
     assert len(inspect(run)["integrity"]["problems"]) == 1
     repaired = repair_store(run, run.with_name("repaired"))
-    assert (repaired.is_whole, repaired.left_out) == (False, len(gone))
+    assert (repaired.is_whole, repaired.left_out, repaired.uncounted) == (False, len(gone), True)
     assert sorted(os.listdir(repaired.target)) == [f"rank_{rank}" for rank in range(4)], "empty stores in their places"
     for rank in gone:
         assert f"rank_{rank} is absent: 4 ranks saved together; an empty store" in str(repaired.problems)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -30,7 +29,7 @@ from trajstore.errors import (
 from trajstore.ledger import LEDGER_FOLDER, Ledger
 from trajstore.operations import copying
 from trajstore.operations import verify as verify_module
-from trajstore.operations.copying import copy_store, repair_store
+from trajstore.operations.copying import copy_store
 from trajstore.operations.verify import check_store, verify
 
 
@@ -119,24 +118,6 @@ def test_what_is_whole_of_a_damaged_directory_of_rlinf_becomes_a_store(
                 reader.get(1)
 
 
-def test_a_closed_store_without_index_and_copy_is_rebuilt_from_its_shards(
-    run: Run, store: Path, tmp_path: Path
-) -> None:
-    before = verify(store).trajectories
-    for name in ("trajectory_index.json", "index_copy.json"):
-        os.truncate(store / name, 100)
-    (problem,) = verify(store).problems
-    assert (problem.file, problem.lost, problem.uncounted) == ("trajectory_index.json", (), False)
-    assert "from the labels of the shards" in problem.message
-    (store / "metadata.json").write_text("no metadata")
-    assert {problem.file for problem in verify(store).problems} == {"trajectory_index.json", "metadata.json"}
-    for name in ("metadata.json", "trajectory_index.json", "index_copy.json"):
-        (store / name).unlink()
-    assert run("verify", store)[0] == DAMAGED
-    assert repair_store(store, tmp_path / "whole").is_whole
-    assert verify(tmp_path / "whole").trajectories == before
-
-
 def test_errors_of_a_damaged_log_or_index_say_what_can_be_done(tmp_path: Path) -> None:
     live = tmp_path / "live"
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=live) as buffer:
@@ -159,24 +140,6 @@ def test_errors_of_a_damaged_log_or_index_say_what_can_be_done(tmp_path: Path) -
         assert not any(problem.lost or problem.uncounted for problem in problems), "the shards have them"
         assert len(keys_at(tmp_path / name, strict=False)) == 5
         assert len(problems) <= 3, "not one for each record that is lost with the first"
-
-
-@pytest.mark.parametrize("lost", ["emptied", "highest"])
-def test_what_a_lost_rank_held_is_not_counted_as_nothing(run: Run, tmp_path: Path, lost: str) -> None:
-    for rank in range(3):
-        with opened(tmp_path / "run" / f"rank_{rank}") as buffer:
-            buffer.add_trajectories([witness(rank)])
-            buffer._own_store.save(1, {}, 3)
-    gone = tmp_path / "run" / ("rank_1" if lost == "emptied" else "rank_2")
-    shutil.rmtree(gone)
-    if lost == "emptied":
-        gone.mkdir()
-    (problem,) = verify(tmp_path / "run").problems
-    assert (problem.file, problem.lost, problem.uncounted) == (gone.name, (), True)
-    code, out, _ = run("repair", tmp_path / "run", tmp_path / "new", "--json")
-    assert (code, json.loads(out)["uncounted"]) == (DAMAGED, True)
-    code, out, _ = run("repair", tmp_path / "run", tmp_path / "again")
-    assert (code, "lost: an unknown number of trajectories" in out) == (DAMAGED, True)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut"])

@@ -16,7 +16,7 @@ from tests import programs
 from tests.cli.stores import Run
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import INTERRUPTED, UNREAD
-from trajstore.cli.output import Output, ProgressBar, format_bytes, format_number, format_range
+from trajstore.cli.output import Output, ProgressBar
 
 
 def test_interruption_is_clean(run: Run, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,14 +75,6 @@ def test_progress_is_shown_on_terminals_only() -> None:
         for step in range(1, 8):
             bar(step, 7, f"success {step}")
     assert stream.getvalue() == "training 3/7  success 3\ntraining 5/7  success 5\ntraining 7/7  success 7\n"
-
-
-def test_numbers_for_people() -> None:
-    assert [format_bytes(n) for n in (0, 1023, 1024, 5 << 40)] == ["0 B", "1023 B", "1.0 KiB", "5.0 TiB"]
-    assert [format_number(n) for n in (None, 1234567, 0.123456)] == ["unknown", "1,234,567", "0.1235"]
-    assert format_range(None) == ""
-    assert format_range({"min": 2, "mean": 2.0, "max": 2}) == "2"
-    assert format_range({"min": 1, "mean": 1.5, "max": 2}) == "1 to 2, mean 1.5"
 
 
 def test_the_widest_texts_of_an_answer_are_cut_to_the_terminal() -> None:

@@ -223,15 +223,6 @@ def test_the_index_hears_of_what_retention_lets_go(tmp_path: Path) -> None:
     store.close()
 
 
-def test_tasks_are_told_where_they_are_asked_for(tmp_path: Path) -> None:
-    store = server(tmp_path)
-    store.add(request_of([agent(number) for number in range(4)]), 4)
-    ids = store.changes("", -1).changes[0].ids
-    assert store.described(ids, True).tasks == ["task_0", "task_1", "task_2", "task_0"]
-    assert store.described(ids, False).tasks is None
-    store.close()
-
-
 # -- A store held during a save of all stores: waiting, admitted and refused callers --
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tools.bench import t08_open, t14_memory, t21_view, t25_restart, t31_tokens, t35_run
 from tools.bench.__main__ import BENCHMARKS, figures_of, main
-from tools.bench.report import Figure, Options, SkippedError, table
+from tools.bench.report import Options, SkippedError
 from tools.crash.forked import forking
 
 # Not run, as they start servers.
@@ -52,20 +52,6 @@ def _in_fork(work: Callable[..., dict[str, float]], *arguments: object) -> dict[
     """Call a function in a process whose memory can be measured."""
     with forking().Pool(1) as pool:
         return pool.apply(work, arguments)
-
-
-def test_targets_are_bounds_in_their_direction() -> None:
-    assert Figure("T0", "a", 1.0, 1.0).ok is True
-    assert Figure("T0", "a", 1.1, 1.0).ok is False
-    assert Figure("T0", "a", 1.1, 1.0, at_least=True).ok is True
-    assert Figure("T0", "a", 0.9, 1.0, at_least=True).ok is False
-    assert Figure("T0", "a", 0.9, None).ok is None
-
-
-def test_table_shows_what_was_missed() -> None:
-    lines = table([Figure("T0", "slow", 2.0, 1.5), Figure("T0", "quick", 0.5, 1.5, "s")]).splitlines()
-    assert lines[1].split() == ["T0", "slow", "2", "≤", "1.5", "MISSED"]
-    assert lines[2].split() == ["T0", "quick", "0.5", "s", "≤", "1.5", "s", "ok"]
 
 
 def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

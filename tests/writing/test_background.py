@@ -23,21 +23,6 @@ def _wait(gate: threading.Event) -> None:
     assert gate.wait(600)
 
 
-def test_calls_run_one_after_the_other_in_order(background: Background) -> None:
-    ran: list[int] = []
-    threads: set[str] = set()
-
-    def call(number: int) -> None:
-        ran.append(number)
-        threads.add(threading.current_thread().name)
-
-    for number in range(200):
-        background.submit(partial(call, number), 1)
-    background.wait()
-    assert ran == list(range(200))
-    assert threads == {"test"}
-
-
 def test_who_submits_waits_for_room(background: Background) -> None:
     gate = threading.Event()
     background.submit(lambda: _wait(gate), 4)
