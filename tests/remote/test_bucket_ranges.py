@@ -186,9 +186,9 @@ def test_proxies(server: Server, monkeypatch: pytest.MonkeyPatch, way: str) -> N
     "way", ["a file", "not at all", "unknown", pytest.param("the environment", marks=pytest.mark.campaign)]
 )
 def test_certificates(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str) -> None:
-    certificate, *of_server = certify(tmp_path, "server")
+    certificate, of_server, key = certify(tmp_path, "server")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*of_server)
+    context.load_cert_chain(of_server, key)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     server.scheme = "https"
     verify: dict[str, Any] = {"a file": {"verify": str(certificate)}, "not at all": {"verify": False}}.get(way, {})
