@@ -194,6 +194,7 @@ def test_names_that_leave_the_directory_are_refused(tmp_path: Path, name: str, e
         ({"shape": [6]}, "shape"),
         ({"num_samples": "many"}, "many"),
         ({"shape": [2, 3, 1]}, r"\[3, 2\]"),
+        ({"max_episode_length": 1e308}, "max_episode_length"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:

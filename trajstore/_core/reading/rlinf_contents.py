@@ -103,16 +103,20 @@ def _take_files(directory: Directory, names: list[str], found: RLinfContents) ->
         number = _id_of(name)
         try:
             extent, header = _described(directory, name)
+            length, weights = int(header.get("max_episode_length") or 0), _parts(name)[1]
+            entry = RLinfEntry(number, extent[0] * extent[1], extent, length, weights)
         except (CorruptStoreError, UnsafeContentError) as error:
             found.damage.append(Damage(str(error), ((number, number),)))
+            continue
+        except (TypeError, ValueError, OverflowError) as error:
+            found.damage.append(Damage(f"{directory.url}/{name}: {error}", ((number, number),)))
             continue
         if number in seen:  # RLinf numbers from 0 again after a restart
             text = f"left out: {seen[number]} has the id {number} too, and it is unknown which is the later one"
             found.damage.append(Damage(f"{directory.url}/{name}: {text}"))
             continue
         seen[number] = name
-        length, weights = int(header.get("max_episode_length") or 0), _parts(name)[1]
-        found.entries.append(RLinfEntry(number, extent[0] * extent[1], extent, length, weights))
+        found.entries.append(entry)
 
 
 def _described(directory: Directory, name: str) -> tuple[tuple[int, int], dict[str, Any]]:

@@ -18,7 +18,7 @@ from trajstore._core.columns.conversion import trajectory_of
 from trajstore._core.columns.document import decode_document
 from trajstore._core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, VALID, Axis, axis_of, join_name, nest, walk
 from trajstore._core.columns.flat import FlatTrajectory, raw_bytes
-from trajstore._core.columns.limits import MAX_STEPS
+from trajstore._core.columns.limits import MAX_STEPS, RANGES, shown
 from trajstore._core.columns.schema import DOCUMENT, ColumnSpec, Extent, Schema, dtypes
 from trajstore._core.columns.values import document_of, is_json
 from trajstore._core.files.base import EncodedFile, check_name
@@ -48,6 +48,12 @@ class RLinfEntry:
     shape: tuple[int, ...]
     max_episode_length: int
     model_weights_id: str
+
+    def __post_init__(self) -> None:
+        for name in ("trajectory_id", "max_episode_length"):
+            low, high = RANGES[name]
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"trajectory {self.trajectory_id}: {name} {shown(getattr(self, name))}")
 
     def file_name(self, suffix: str) -> str:
         """Return the name of the trajectory's file.
@@ -87,7 +93,7 @@ def parse_index(data: bytes, source: str) -> list[RLinfEntry]:
         if len({entry.trajectory_id for entry in listed}) < len(listed):
             raise ValueError("an id is listed twice")
         return listed
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CorruptStoreError(f"{source}: not an index of RLinf ({error!r}){FROM_A_COPY}") from error
 
 
@@ -95,7 +101,7 @@ def _entry(number: Any, item: Mapping[str, Any]) -> RLinfEntry:
     shape = tuple(int(n) for n in item["shape"])
     samples = int(item["num_samples"])
     fits = len(shape) >= 2 and min(shape) >= 0 and max(shape[:2]) <= MAX_STEPS and shape[0] * shape[1] == samples
-    if not fits or int(number) < 0:
+    if not fits:
         raise ValueError(f"trajectory {number}: shape {list(shape)}, num_samples {samples}")
     return RLinfEntry(int(number), samples, shape, int(item["max_episode_length"]), str(item["model_weights_id"]))
 
