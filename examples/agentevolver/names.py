@@ -27,9 +27,12 @@ from trainer_hooks.replay import REPLAY_MARK, mean_entropy
 from trainer_hooks.replay import ExperienceManager as Pool
 from trainer_hooks.replay import ExperienceMixCollateFn as Mixer
 from trainer_hooks.replay.agentevolver import from_agentevolver, values_in_metadata
-from trainer_hooks.replay.entry import PoolEntry
+from trainer_hooks.replay.entry import PoolEntry, own_entropy
 from trainer_hooks.replay.message_rows import MessageTokenizer
+from trainer_hooks.replay.outcomes import count_outcomes, is_replayed
 from trainer_hooks.replay.rows import rows_of
+from trainer_hooks.replay.selection import choose_to_save, in_bounds, outcome_refusal
+from trainer_hooks.replay.wellformed import field_problem
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, counted
 from trajstore.trajectory import AgentTrajectory
 from trajstore.trajectory import Reward as PlainReward
@@ -296,10 +299,11 @@ class ExperienceManager(Pool):
     # ---- replay ----
 
     def update_difficulty2task_dict(self, trajectories: Sequence[Any], asked: Mapping[str, int] | None = None) -> None:
-        """Put every task into its bucket, as in :meth:`trainer_hooks.replay.ExperienceManager` of that name."""
-        super().update_difficulty2task_dict(list(map(from_agentevolver, trajectories)), asked)
+        """Put every task into its bucket, and retire solved ones (:meth:`ExperienceManager.judge`)."""
+        read = list(map(from_agentevolver, trajectories))
+        self.judge(read, {one.task_id: self.rules.n_rollout for one in read} if asked is None else asked)
 
-    def update_skip_uid_set_and_filter_trajectories(  # type: ignore[override]  # AgentEvolver's order and result
+    def update_skip_uid_set_and_filter_trajectories(
         self,
         trajectories: Sequence[Any],
         n_rollout: int | None = None,
@@ -320,7 +324,7 @@ class ExperienceManager(Pool):
             asked: number of requested rollouts by task, instead of ``n_rollout``.
 
         Raises:
-            InvalidTrajectoryError: as in the base class.
+            InvalidTrajectoryError: a trajectory has no ``task_id``.
             ConfigurationError: both ``asked`` and ``n_rollout`` are given.
         """
         read = list(map(from_agentevolver, trajectories))
@@ -328,23 +332,36 @@ class ExperienceManager(Pool):
             if asked is not None:
                 raise ConfigurationError("n_rollout: the same as asked for each task; give one of them")
             asked = {trajectory.task_id: n_rollout for trajectory in read}
-        kept = self._filtered(read, entropys, response_mask, asked)
+        self.judge(read, asked)
+        outcomes = count_outcomes(read, self.rules.success_threshold, asked)
+        enter = {name for name, outcome in outcomes.items() if in_bounds(outcome, self.rules)} - self.skip_uid_set
         means: list[float | None] = [None] * len(read)
         if entropys is not None and response_mask is not None:
             means = [mean_entropy(*row) for row in zip(entropys, response_mask, strict=True)]
-        for number, given in enumerate(trajectories):
-            entropy = kept[number].entropy if number in kept else means[number]
-            if entropy is not None:
-                given.metadata["entropy"] = entropy
-            if isinstance(given, AgentTrajectory):
-                given.entropy = given.entropy if entropy is None else entropy
-            if number in kept and read[number].policy_version is None:
-                given.metadata["policy_version"] = kept[number].policy_version
-        return [trajectories[number] for number in kept]
+        candidates: dict[str, list[AgentTrajectory]] = {}
+        places: dict[int, int] = {}
+        for number, (given, rollout, mean) in enumerate(zip(trajectories, read, means, strict=True)):
+            if (refusal := outcome_refusal(rollout)) and not is_replayed(rollout):
+                self.refused[refusal.value] += 1
+            if rollout.task_id in enter and not is_replayed(rollout):
+                entropy = own_entropy(rollout) if mean is None and not field_problem(rollout) else mean
+                copy = replace(rollout, entropy=entropy)
+                candidates.setdefault(rollout.task_id, []).append(copy)
+                places[id(copy)] = number
+            if mean is not None:
+                given.metadata["entropy"] = mean
+        chosen = [one for held in candidates.values() for one in choose_to_save(held, self.rules, self._generator)]
+        for rollout in chosen:
+            given = trajectories[places[id(rollout)]]
+            if rollout.entropy is not None:
+                given.metadata["entropy"] = rollout.entropy
+            if rollout.policy_version is None:
+                given.metadata["policy_version"] = self.global_steps
+        return [trajectories[places[id(rollout)]] for rollout in chosen]
 
     def save_trajectories_to_memory(self, trajectories: Sequence[Any]) -> int:
-        """Add rollouts to the pool, as in :meth:`trainer_hooks.replay.ExperienceManager` of that name."""
-        return super().save_trajectories_to_memory(list(map(from_agentevolver, trajectories)))
+        """Add rollouts to the pool (:meth:`ExperienceManager.seed`), and return how many of them it now holds."""
+        return len(trajectories) - self.seed(list(map(from_agentevolver, trajectories))).total()
 
     @property
     def task2trajectories(self) -> Mapping[str, tuple[Trajectory, ...]]:

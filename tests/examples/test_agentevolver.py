@@ -30,6 +30,7 @@ from trainer_hooks.replay.agentevolver import ForeignObject
 from trainer_hooks.replay.persistence import read_pool
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.interop.rollouts import row_of
+from trajstore.trajectory import AgentTrajectory
 from trajstore.trajectory import Reward as PlainReward
 
 pytest.importorskip("verl", exc_type=ImportError)
@@ -282,6 +283,25 @@ def test_rollouts_of_agentevolvers_classes_enter_as_its_pools_do(folder: str, sh
         batch = Environments().to_dataproto(fresh)
         groups = dict(zip(batch.batch["rollouts"].tolist(), batch.batch["group_ids"].tolist(), strict=True))
         assert groups == {position: position % 2 for position in range(len(fresh))}
+
+
+@pytest.mark.parametrize("calls", ["place filter score save", "filter score save place", "filter place score save"])
+def test_log_probs_may_come_after_the_filter(calls: str) -> None:
+    manager = ExperienceManager(config())
+    rollouts = [build("a", at, outcome, old_log_probs=None, entropy=None) for at, outcome in enumerate((1.0, 1.0, 0.0))]
+    kept: list[AgentTrajectory] = []
+    for call in calls.split():
+        if call == "place":
+            manager.update_difficulty2task_dict(rollouts)
+        elif call == "filter":
+            ones = torch.ones(3, 4)
+            kept = manager.update_skip_uid_set_and_filter_trajectories(rollouts, N, ones, ones)
+        elif call == "score":
+            kept[1].metadata["old_log_probs"] = [-1.0] * 4
+        else:
+            assert manager.save_trajectories_to_memory(kept) == 1
+    assert manager.refused == {"log_probs_mismatch": 1}, "the one that nobody scored, when it is saved"
+    assert [history.entropy for history in manager.get_offpolicy_batch(["a"], num_trajectories_per_task=2)] == [1.0]
 
 
 def test_what_is_no_rollout_is_named() -> None:

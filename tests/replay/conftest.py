@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,21 +66,10 @@ def rollouts(task: str, outcomes: Sequence[float], first: int = 0, **fields: Any
     return [build(task, first + number, outcome, **fields) for number, outcome in enumerate(outcomes)]
 
 
-def step(
-    manager: ExperienceManager, batch: list[AgentTrajectory], entropies: Sequence[float] | None = None
-) -> list[AgentTrajectory]:
-    """Add a step's rollouts to a pool through AgentEvolver's calls; return those saved to its memory.
-
-    Args:
-        manager: the pool.
-        batch: the rollouts.
-        entropies: of each; ``None`` = 1.
-    """
-    rows = torch.tensor([1.0] * len(batch) if entropies is None else entropies)[:, None].expand(-1, RESPONSE)
-    manager.update_difficulty2task_dict(batch)
-    kept = manager.update_skip_uid_set_and_filter_trajectories(batch, rows, torch.ones_like(rows))
-    manager.save_trajectories_to_memory(kept)
-    return kept
+def step(manager: ExperienceManager, batch: list[AgentTrajectory], entropies: Sequence[float] | None = None) -> None:
+    """Admit a step's rollouts with these entropies; ``None`` = 1."""
+    values = [1.0] * len(batch) if entropies is None else entropies
+    manager.admit([replace(rollout, entropy=value) for rollout, value in zip(batch, values, strict=True)])
 
 
 def view(manager: ExperienceManager) -> dict[str, Any]:

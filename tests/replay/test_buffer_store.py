@@ -232,12 +232,12 @@ def test_a_pool_chooses_among_recorded_rollouts(tmp_path: Path) -> None:
         ids = dict(zip(names, buffer.add_trajectories(recorded), strict=True))
         ids["b", "b/7"] = 99  # evicted
         manager = ExperienceManager(RULES, store=BufferStore(buffer, finding(ids)))
-        assert manager.save_trajectories_to_memory([replace(recorded[0], entropy=2.0), build("b", 7)]) == 2
+        assert not manager.seed([replace(recorded[0], entropy=2.0), build("b", 7)])
         other = build("a", 1, entropy=3.0, old_log_probs=torch.tensor([-0.5, -9.0, -0.25, -2.0]))
-        assert manager.save_trajectories_to_memory([other]) == 1
+        assert not manager.seed([other])
         assert manager._ledger.to_save()["entries"] == {"a": [0, 4], "b": [3]}
         state, before = manager.state_dict(), view(manager)
-        assert manager.save_trajectories_to_memory([replace(recorded[2], entropy=1.0)]) == 1
+        assert not manager.seed([replace(recorded[2], entropy=1.0)])
         manager.flush()
         assert [one.entropy for one in manager.task2trajectories["a"]] == [2.0, 1.0]
         assert buffer.trajectory_ids.tolist() == [0, 1, 2, 3, 4]
@@ -279,7 +279,7 @@ def test_retention_keeps_what_the_pool_and_its_checkpoints_name(
         for number in range(4):
             made = [build("a", number, entropy=4.0 - number), build("b", 100 + number)]
             ids |= zip([(one.task_id, one.rollout_id) for one in made], buffer.add_trajectories(made), strict=True)
-            manager.save_trajectories_to_memory(made[:1])
+            manager.seed(made[:1])
             if number == 1:
                 state, before = manager.state_dict(), view(manager)
             manager.flush()

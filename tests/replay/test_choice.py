@@ -37,7 +37,7 @@ def drawn(manager: ExperienceManager, n: int = 1) -> list[int]:
 def test_at_random_every_order_is_as_likely_and_the_seed_decides() -> None:
     def orders(seed: int, times: int) -> list[tuple[int, ...]]:
         manager = pool(exp_select_mode="random", seed=seed)
-        manager.save_trajectories_to_memory([build(tokens=t) for t in range(3)])
+        manager.seed([build(tokens=t) for t in range(3)])
         return [tuple(drawn(manager, 3)) for _ in range(times)]
 
     counts = Counter(orders(1, 600))
@@ -47,15 +47,15 @@ def test_at_random_every_order_is_as_likely_and_the_seed_decides() -> None:
 
 
 def test_by_reward_the_highest_outcome_comes_first_and_stays_in_a_full_task() -> None:
-    manager = pool(exp_select_mode="reward", max_trajectories_per_task=3)
-    outcomes = [1.5, None, 1.0, 2.0, 1.0, 0.5]
-    manager.save_trajectories_to_memory([build(tokens=t, outcome=outcome) for t, outcome in enumerate(outcomes)])
+    manager = pool(exp_select_mode="reward", max_trajectories_per_task=3, save_filter="positive")
+    outcomes = [1.5, 0.2, 1.0, 2.0, 1.0, 0.5]
+    manager.seed([build(tokens=t, outcome=outcome) for t, outcome in enumerate(outcomes)])
     assert manager.refused == {"not_better": 1}
     assert drawn(manager, 3) == [3, 0, 4], "of equal outcomes the newer one stayed"
     assert drawn(manager, 1) == [3]
     again = pool(exp_select_mode="reward", max_trajectories_per_task=3)
     kept = manager.task2trajectories["a"]
-    again.save_trajectories_to_memory(kept)
+    again.seed(kept)
     assert [history.rollout_id for history in again.task2trajectories["a"]] == [history.rollout_id for history in kept]
 
 
@@ -64,7 +64,7 @@ def test_policy_versions_spread_over_the_batch() -> None:
     versions = {"a": [1, 1, 2, 3], "b": [1, 2, 2, None], "c": [1, 1, 1, 1]}
     for task, held in versions.items():
         rollouts = [build(task, tokens=t, policy_version=version) for t, version in enumerate(held)]
-        manager.save_trajectories_to_memory(rollouts)
+        manager.seed(rollouts)
     assert Counter(history.policy_version for history in manager.get_offpolicy_batch(["a"], 3)) == {1: 1, 2: 1, 3: 1}
     again = pool(policy_versions="spread")
     again.load_state_dict(manager.state_dict())
@@ -101,8 +101,8 @@ def test_what_does_not_come_out_is_not_read(tmp_path: Path, monkeypatch: pytest.
     with closing(BufferStore.open(tmp_path / "pool")) as store:
         manager = ExperienceManager(PoolRules(n_rollout=8, max_trajectories_per_task=9), store=store)
         rollouts = [build(task, at, 1.0, entropy=float(at)) for task in "ab" for at in range(6)]
-        manager.save_trajectories_to_memory(rollouts)
-        manager.update_difficulty2task_dict([build(task, at, float(at % 2)) for task in "ab" for at in range(4)])
+        manager.seed(rollouts)
+        manager.judge([build(task, at, float(at % 2)) for task in "ab" for at in range(4)])
         honest, read = BufferStore.get, list[str]()
 
         def get(self: BufferStore, number: int) -> AgentTrajectory:
@@ -185,7 +185,7 @@ def test_a_full_task_keeps_what_the_plain_reference_keeps(
     manager = ExperienceManager(rules(exp_select_mode=mode, max_trajectories_per_task=most))
     rollouts = [build(tokens=t, entropy=e, rollout_id=str(place)) for place, (t, e) in enumerate(arrivals)]
     for part in (rollouts[:cut], rollouts[cut:]):
-        manager.save_trajectories_to_memory(part)
+        manager.seed(part)
     places = [int(history.rollout_id) for history in manager.task2trajectories.get("a", ())]
     assert places == reference(arrivals, mode, most)
     assert manager.refused.total() + manager.left.total() + len(places) == len(arrivals)

@@ -129,12 +129,12 @@ def test_another_tokenizer_is_refused(tmp_path: Path, way: str) -> None:
     store = BufferStore()
     first = ExperienceManager(PLAIN, store=store)
     strangers = [build(tokens=1), build(tokens=2, tokenizer_fingerprint="qwen:1")]
-    first.save_trajectories_to_memory(strangers)
+    first.seed(strangers)
     first.flush()
     first.save_experience_pool_to_disk(tmp_path / "step_1")
     other = ExperienceManager(PLAIN, tokenizer_fingerprint="llama:2")
     ways = {
-        "rollouts": lambda: other.save_trajectories_to_memory(strangers),
+        "rollouts": lambda: other.seed(strangers),
         "restart": lambda: ExperienceManager(PLAIN, store=store, tokenizer_fingerprint="llama:2"),
         "checkpoint": lambda: other.load_state_dict(first.state_dict()),
         "files": lambda: other.load_experience_pool_from_disk(tmp_path / "step_1"),

@@ -209,7 +209,7 @@ def test_rules_that_would_never_let_demonstrations_out_are_refused(tokenizer: An
     with pytest.raises(ConfigurationError, match=message):
         held(tmp_path, strict)
     with pytest.raises(ConfigurationError, match=message):
-        ExperienceManager(strict).save_trajectories_to_memory(held(tmp_path))
+        ExperienceManager(strict).seed(held(tmp_path))
 
 
 def test_demonstrations_can_be_drawn_at_once_and_come_marked(tokenizer: Any, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_rollout_with_its_tokens_takes_the_place_of_a_demonstration(tokenizer:
         rollout.metadata = {}
         rollout.old_log_probs = -rollout.response_mask.float()
         rollout.entropy = 1.0
-        assert manager.save_trajectories_to_memory([rollout]) == 1
+        assert not manager.seed([rollout])
         assert manager.seed([first]) == {"duplicate": 1}
         assert [held.old_log_probs is None for held in manager.task2trajectories["a"]] == [True, False]
     assert [held.old_log_probs is None for held in held(tmp_path)] == [True, False]
@@ -268,12 +268,12 @@ def test_a_full_task_gives_up_demonstrations_first(tokenizer: Any) -> None:
     manager = ExperienceManager(PoolRules(n_rollout=4, max_trajectories_per_task=2))
     demos = [demonstration(tokenizer, last=last) for last in ("done", "drop", "take")]
     assert manager.seed(demos) == {"not_better": 1}
-    manager.save_trajectories_to_memory([build(tokens=1, entropy=9.0), build(tokens=2, entropy=5.0)])
+    manager.seed([build(tokens=1, entropy=9.0), build(tokens=2, entropy=5.0)])
     assert manager.seed(demos) == {"not_better": 3}
     assert [history.entropy for history in manager.task2trajectories["a"]] == [9.0, 5.0]
     manager = ExperienceManager(RULES)
     manager.seed(demos[:1])
-    manager.save_trajectories_to_memory([build(tokens=1, entropy=9.0)])
+    manager.seed([build(tokens=1, entropy=9.0)])
     order = [history.old_log_probs is None for history in manager.get_offpolicy_batch(["a"], 2)]
     assert order == [False, True], "an entropy that is unknown stands behind all others"
 

@@ -106,7 +106,7 @@ def test_half_of_a_group_is_replayed_by_default(wanted: int | None, n_rollout: i
     )
     with ReplayHook(config, n_rollout=n_rollout, get_task=str) as hook:
         step(hook.manager, rollouts("a", [1.0] * (n_rollout - 1) + [0.0]))
-        hook.manager.save_trajectories_to_memory([build("a", number) for number in range(100, 120)])
+        hook.manager.seed([build("a", number) for number in range(100, 120)])
         (planned,) = hook.before_rollout(hook.tasks_chosen(["a"], 0.5, 1))
     assert (len(planned.histories), planned.fresh_rollouts) == (histories, n_rollout - histories)
 
@@ -199,16 +199,16 @@ def test_a_history_of_another_prompt_is_counted_and_does_not_come_out(
 def test_a_rollout_takes_the_place_of_a_history_of_another_prompt() -> None:
     manager = ExperienceManager(PoolRules(n_rollout=4, max_trajectories_per_task=2))
     ids = torch.arange(6) + 50
-    manager.save_trajectories_to_memory([build(tokens=1, entropy=0.1, input_ids=ids), build(tokens=2, entropy=0.5)])
-    manager.save_trajectories_to_memory([build(tokens=3, entropy=0.9)])
+    manager.seed([build(tokens=1, entropy=0.1, input_ids=ids), build(tokens=2, entropy=0.5)])
+    manager.seed([build(tokens=3, entropy=0.9)])
     assert [history.rollout_id for history in manager.task2trajectories["a"]] == ["a/2", "a/3"]
-    assert manager.save_trajectories_to_memory([build(tokens=4, entropy=0.95)]) == 0, "no better than its own kind"
+    assert manager.seed([build(tokens=4, entropy=0.95)]) == {"not_better": 1}, "no better than its own kind"
 
 
 def test_a_task_without_a_success_does_not_give_way() -> None:
     tasks = list("efgh")
     manager = manager_with(["a", "b", "g"], ["h"])
-    manager.update_difficulty2task_dict([build("e", 0, 0.0), build("e", 1, 0.0)])  # "e" was rolled out, "f" was not
+    manager.judge([build("e", 0, 0.0), build("e", 1, 0.0)])  # "e" was rolled out, "f" was not
     mix = ExperienceMixCollateFn(manager, str, exp_ratio=1.0, unsolved_first=True)
     experience, fresh = mix(tasks, 0.0)
     assert len(experience) == 2

@@ -53,7 +53,7 @@ def test_a_pool_goes_to_disk_and_back(tmp_path: Path) -> None:
     assert json.loads((folder / "skip_uid_set.json").read_text()) == ["solved"]
 
     other = ExperienceManager(RULES)
-    other.save_trajectories_to_memory([build("stale")])
+    other.seed([build("stale")])
     other.load_experience_pool_from_disk(folder)
     assert other.difficulty2task_dict == manager.difficulty2task_dict
     assert other.skip_uid_set == manager.skip_uid_set

@@ -10,7 +10,7 @@ import torch
 
 from tests.replay.conftest import build, rollouts, step
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
-from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
+from trajstore.errors import CorruptStoreError
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -34,66 +34,31 @@ def test_bounds_are_exclusive_and_the_filter_sets_copies() -> None:
     ]
     for history in batch:
         history.entropy = history.policy_version = None
-    entropys = torch.arange(48.0).reshape(12, 4)
-    mask = torch.tensor([[1, 0, 0, 1]]).expand(12, 4)
-    kept = manager.update_skip_uid_set_and_filter_trajectories(batch, entropys, mask)
-    assert [(history.task_id, history.entropy, history.policy_version) for history in kept] == [
-        ("two", 17.5, 7),
-        ("two", 21.5, 7),
+        history.entropys = torch.full((4,), 2.5)
+    manager.admit(batch)
+    held = manager.task2trajectories["two"]
+    assert [(history.rollout_id, history.entropy, history.policy_version) for history in held] == [
+        ("two/0", 2.5, 7),
+        ("two/1", 2.5, 7),
     ]
+    assert len(manager) == 2
     assert all(history.entropy is None and history.policy_version is None for history in batch)
-
-
-def test_rows_must_match_trajectories() -> None:
-    manager = pool()
-    with pytest.raises(InvalidTrajectoryError, match="2 trajectories, entropys of 3 rows"):
-        manager.update_skip_uid_set_and_filter_trajectories(rollouts("a", [1, 0]), torch.ones(3, 4), torch.ones(2, 4))
-    assert not manager.difficulty2task_dict
-
-
-@pytest.mark.parametrize("calls", ["place filter score save", "filter score save place", "filter place score save"])
-@pytest.mark.parametrize("with_entropys", [False, True])
-def test_log_probs_may_come_after_the_filter(calls: str, with_entropys: bool) -> None:
-    manager, batch = pool(), rollouts("a", [1, 1, 0, 1], old_log_probs=None, entropy=None)
-    entropys = torch.ones(4, 4) if with_entropys else None
-    kept: list[AgentTrajectory] = []
-    for call in calls.split():
-        if call == "place":
-            manager.update_difficulty2task_dict(batch)
-        elif call == "filter":
-            kept = manager.update_skip_uid_set_and_filter_trajectories(batch, entropys, entropys)
-        elif call == "score":
-            for made in kept[1:]:
-                made.old_log_probs = -torch.ones(4)
-        else:
-            assert manager.save_trajectories_to_memory(kept) == 2
-    assert numbers(manager.get_offpolicy_batch(manager.get_valid_replay_task_ids(), 9)) == [1, 3]
-    assert sum(manager.refused.values()) == 1, "the one that nobody scored, when it is saved"
-
-
-def test_a_positive_rollout_without_entropy_is_refused_and_not_called_certain() -> None:
-    manager = pool()
-    kept = manager.update_skip_uid_set_and_filter_trajectories(
-        rollouts("a", [1, 1, 0]), torch.ones(3, 4), torch.tensor([[0] * 4, [1] * 4, [0] * 4])
-    )
-    assert numbers(kept) == [1]
-    assert manager.refused == {"no_entropy": 1}
 
 
 @pytest.mark.parametrize(("mode", "order"), [("argmin", [2, 3, 1]), ("argmax", [1, 3, 2])])
 def test_the_k_best_come_out_in_order(mode: str, order: list[int]) -> None:
     for n in range(5):
         manager = pool(exp_select_mode=mode)
-        manager.save_trajectories_to_memory([build(tokens=t, entropy=e) for t, e in ((1, 3.0), (2, 1.0), (3, 2.0))])
+        manager.seed([build(tokens=t, entropy=e) for t, e in ((1, 3.0), (2, 1.0), (3, 2.0))])
         assert numbers(manager.get_offpolicy_batch(["a"], n)) == order[:n]
     assert manager.get_offpolicy_batch(["unknown"], 3) == []
 
 
 def test_age_and_reward_filter_what_comes_out() -> None:
-    manager = pool(max_policy_age=5, min_reward=0.5)
-    manager.update_difficulty2task_dict(rollouts("a", [1, 0]))
+    manager = pool(max_policy_age=5, min_reward=0.5, save_filter="positive")
+    manager.judge(rollouts("a", [1, 0]))
     histories = [(1.0, 4), (0.5, 5), (0.4, 9), (None, 9), (1.0, 9), (1.0, 30), (1.0, None)]
-    manager.save_trajectories_to_memory(
+    manager.seed(
         [build(tokens=t, outcome=outcome, policy_version=version) for t, (outcome, version) in enumerate(histories)]
     )
     manager.global_steps = 10
@@ -114,8 +79,8 @@ def test_the_current_policys_entropy_decides_in_one_call() -> None:
         return [-float(number) for number in numbers(batch)]
 
     manager.current_entropy = current
-    manager.save_trajectories_to_memory([build(task, tokens=t, entropy=t) for task in "ab" for t in (1, 2, 3)])
-    manager.save_trajectories_to_memory([build("c", tokens=t, entropy=t) for t in (1, 2)])  # both are always drawn
+    manager.seed([build(task, tokens=t, entropy=t) for task in "ab" for t in (1, 2, 3)])
+    manager.seed([build("c", tokens=t, entropy=t) for t in (1, 2)])  # both are always drawn
     for _ in range(2):
         histories = manager.get_offpolicy_batch([SimpleNamespace(task_id="a"), "b", "c"], 2)
         assert numbers(histories)[:4] == [3, 2, 3, 2], "by the policy's entropies, which are the other way round"
@@ -135,7 +100,7 @@ def test_a_failing_entropy_function_is_told_once_and_saved_entropy_used(
         return answer
 
     manager.current_entropy = current
-    manager.save_trajectories_to_memory([build(tokens=t, entropy=t) for t in (3, 1, 2)])
+    manager.seed([build(tokens=t, entropy=t) for t in (3, 1, 2)])
     with caplog.at_level(logging.WARNING, logger="trajstore"):
         assert numbers(manager.get_offpolicy_batch(["a"], 3)) == [1, 2, 3]
         assert numbers(manager.get_offpolicy_batch(["a"], 1)) == [1]
@@ -146,7 +111,7 @@ def test_what_comes_out_is_a_marked_copy() -> None:
     manager = pool()
     given = build(tokens=1)
     pristine = copy.deepcopy(given)
-    manager.save_trajectories_to_memory([given])
+    manager.seed([given])
     assert given.metadata == pristine.metadata
     given.old_log_probs.zero_()  # type: ignore[union-attr]  # the pool holds copies
     given.metadata["note"].append("changed")
@@ -179,21 +144,13 @@ def test_sampling_takes_valid_tasks_of_the_wanted_bucket() -> None:
     assert manager.sample_tasks_from_replaypool(9, exclude={"b"}) == ["c"]
 
 
-def test_the_calls_of_agentevolvers_design_work_as_written_there() -> None:
-    manager = pool(task_sampling="uniform")
+def test_a_rollout_that_did_not_come_back_is_unknown() -> None:
+    manager = pool()
     step(manager, rollouts("a", [1, 1, 0, 0]))
-    ones = torch.ones(2, 4)
-    solved = rollouts("a", [1, 1], first=10)  # of four
-    kept = manager.update_skip_uid_set_and_filter_trajectories(
-        trajectories=solved, asked={"a": 4}, entropys=ones, response_mask=ones
-    )
-    manager.update_difficulty2task_dict(solved, {"a": 4})
-    assert (numbers(kept), manager.skip_uid_set) == ([10, 11], set()), "what did not come back is unknown"
+    manager.judge(rollouts("a", [1, 1], first=10), {"a": 4})
+    assert manager.skip_uid_set == set()
     assert manager.difficulty2task_dict == {3: ("a",)}
     assert numbers(manager.task2trajectories["a"]) == [0, 1]
-    assert manager.sample_tasks_from_replaypool(difficulty=None, num_tasks=2, strategy="random") == ["a"]
-    tasks = [SimpleNamespace(task_id="a")]
-    assert len(manager.get_offpolicy_batch(tasks=tasks, num_trajectories_per_task=2)) == 2
 
 
 @pytest.mark.parametrize("damage", [{"version": 9}, {"generator": {}}, {"refused": 3}, {"trajectories": {"a": [3]}}])
@@ -209,7 +166,8 @@ def test_a_damaged_state_dict_changes_nothing(damage: dict[str, object]) -> None
 def test_outcomes_that_are_no_numbers_are_refused_and_counted() -> None:
     manager = pool()
     outcomes = [1.0, float("nan"), float("inf"), 0.0]
-    assert numbers(step(manager, [*rollouts("a", outcomes), build("a", 9, None)])) == [0]
+    step(manager, [*rollouts("a", outcomes), build("a", 9, None)])
+    assert numbers(manager.task2trajectories["a"]) == [0]
     assert manager.refused == {"outcome_not_finite": 2, "no_outcome": 1}
     assert manager.difficulty2task_dict == {2: ("a",)}, "of two known rollouts one succeeded"
     step(manager, rollouts("a", [float("nan")] * 4, first=20))
@@ -220,7 +178,7 @@ def test_uses_survive_a_state_dict_and_a_restart() -> None:
     store = BufferStore()
     rules = PoolRules(n_rollout=4, in_turns=True)
     manager = ExperienceManager(rules, store=store)
-    manager.save_trajectories_to_memory([build(tokens=t, entropy=1.0 + t) for t in range(3)])
+    manager.seed([build(tokens=t, entropy=1.0 + t) for t in range(3)])
     manager.get_offpolicy_batch(["a"], 2)
     other = ExperienceManager(rules)
     other.load_state_dict(manager.state_dict())

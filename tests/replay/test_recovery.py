@@ -219,9 +219,9 @@ def test_a_full_disk_leaves_the_pool_as_it_was() -> None:
     before = whole(manager)
     store.fail_after = 0
     with pytest.raises(OSError, match="No space"):
-        manager.save_trajectories_to_memory([build("a", 7)])
+        manager.seed([build("a", 7)])
     assert whole(manager) == before
-    manager.update_difficulty2task_dict([build("b", 8, 0.0)])
+    manager.judge([build("b", 8, 0.0)])
     with pytest.raises(OSError, match="No space"):
         manager.flush()
     assert whole(ExperienceManager(RULES, store=store.first(len(store.log)))) == before
@@ -295,10 +295,10 @@ def test_what_gave_up_its_place_stays_away_whatever_the_rules_are() -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)  # two of a task
     for number in range(6):
-        manager.save_trajectories_to_memory([build("a", number, entropy=2.0 - number / 10)])
+        manager.seed([build("a", number, entropy=2.0 - number / 10)])
     several = [build("a", 10 + number, entropy=1.0 - number / 10) for number in range(3)]
-    manager.save_trajectories_to_memory(several)  # the third replaces the first
-    manager.save_trajectories_to_memory([build("b", number, entropy=2.0 - number / 10) for number in range(3)])
+    manager.seed(several)  # the third replaces the first
+    manager.seed([build("b", number, entropy=2.0 - number / 10) for number in range(3)])
     assert len(store.ids()) > len(manager), "those that left are not deleted yet"
     store.save(manager._ledger.to_save(), False)
     there = view(manager)["entries"]
@@ -341,5 +341,5 @@ def test_a_pool_that_is_never_flushed_evicts_what_left_it() -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
     for number in range(3 * MOST_LEFT):
-        manager.save_trajectories_to_memory([build("a", number, entropy=1 / (1 + number))])
+        manager.seed([build("a", number, entropy=1 / (1 + number))])
     assert len(store.ids()) < MOST_LEFT + len(manager)

@@ -161,12 +161,6 @@ def by_admit_to_a_store(one: AgentTrajectory, folder: Path) -> dict[str, int]:
         return in_memory(manager)
 
 
-def by_saving(one: AgentTrajectory, folder: Path) -> dict[str, int]:
-    manager = ExperienceManager(RULES)
-    manager.save_trajectories_to_memory([one])
-    return in_memory(manager)
-
-
 def by_seed(one: AgentTrajectory, folder: Path) -> dict[str, int]:
     manager = ExperienceManager(RULES)
     assert manager.seed([one]) == manager.refused
@@ -193,7 +187,6 @@ WAYS: dict[str, Callable[[AgentTrajectory, Path], dict[str, int]]] = {
     "admit": by_admit,
     "admit, the best": by_admit_of_the_best,
     "admit to a store": by_admit_to_a_store,
-    "save": by_saving,
     "seed": by_seed,
     "import of files": by_import_of_files,
     "import of rollouts": by_import_of_rollouts,
@@ -226,8 +219,7 @@ def test_what_lacks_nothing_that_is_needed_enters_by_every_way(case: str, way: s
 @pytest.mark.parametrize("case", DOCUMENTED)
 def test_what_metadata_held_is_replayed_from_the_fields(case: str) -> None:
     manager, one = ExperienceManager(RULES), rollout(**DOCUMENTED[case])
-    kept = manager.update_skip_uid_set_and_filter_trajectories(with_a_failure(one))
-    assert manager.save_trajectories_to_memory(kept) == 1
+    assert manager.admit(with_a_failure(one)) == (1, 0)
     [held] = manager.task2trajectories["a"]
     assert held.old_log_probs is not None
     assert held.old_log_probs[[0, 2, 3]].equal(LOG_PROBS[[0, 2, 3]])
@@ -237,7 +229,7 @@ def test_what_metadata_held_is_replayed_from_the_fields(case: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_demonstration_is_no_rollout_of_a_step(way: str, tmp_path: Path) -> None:
-    by_itself = way in ("save", "seed", "import of files", "import of rollouts")
+    by_itself = way in ("seed", "import of files", "import of rollouts")
     assert WAYS[way](rollout(**DEMONSTRATED), tmp_path) == ({} if by_itself else {"no_entropy": 1})
 
 
@@ -250,10 +242,9 @@ def test_an_outcome_that_says_nothing_is_named(way: str, outcome: float | None, 
     assert WAYS[way](rollout(outcome=outcome, loss_mask=NO_MODEL), tmp_path / "empty") == {reason: 1}
 
 
-@pytest.mark.parametrize("way", ["save", "import of files"])
 @pytest.mark.parametrize("outcome", [math.nan, -math.inf, 10**400])
-def test_an_outcome_that_is_no_number_never_enters(way: str, outcome: float, tmp_path: Path) -> None:
-    assert WAYS[way](rollout(outcome=outcome), tmp_path) == {"outcome_not_finite": 1}
+def test_an_outcome_that_is_no_number_never_enters(outcome: float, tmp_path: Path) -> None:
+    assert WAYS["import of files"](rollout(outcome=outcome), tmp_path) == {"outcome_not_finite": 1}
 
 
 def test_no_outcome_is_named_by_an_import(tmp_path: Path) -> None:
@@ -283,10 +274,9 @@ def test_a_malformed_rollout_neither_hides_nor_blocks_its_neighbours(tmp_path: P
                 "b/52",
             }
             assert manager.difficulty2task_dict == {3: ("a",), 2: ("b",)}
-            manager.save_trajectories_to_memory([*broken, build("b", 54)])
             assert manager.seed([*broken, build("b", 55)]) == {"malformed": len(broken)}
-            assert len(manager) == 4
-            assert manager.refused == {"malformed": 3 * len(broken)}
+            assert len(manager) == 3
+            assert manager.refused == {"malformed": 2 * len(broken)}
 
 
 UNREADABLE: dict[str, Any] = {
@@ -369,7 +359,7 @@ def test_the_best_is_the_best_of_those_that_can_be_replayed() -> None:
 def test_the_entropy_that_an_entry_was_given_is_stored_with_it(tmp_path: Path) -> None:
     given = rollout()
     with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
-        ExperienceManager(RULES, store=store).save_trajectories_to_memory([given, build("a", 2, entropy=math.nan)])
+        ExperienceManager(RULES, store=store).seed([given, build("a", 2, entropy=math.nan)])
     assert given.entropy is None, "the given rollout is unchanged"
     with contextlib.closing(BufferStore.open(tmp_path / "pool")) as again:
         held = ExperienceManager(RULES, store=again).task2trajectories["a"]

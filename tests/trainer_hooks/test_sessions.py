@@ -119,11 +119,7 @@ def test_a_session_that_is_not_whole_is_named(damage: Any, message: str) -> None
     rows = damage(session_rows(FORKED, 1.0))
     manager = ExperienceManager(PoolRules(n_rollout=4))
     hook: ReplayHook[str] = ReplayHook(ExperienceReplayConfig(), n_rollout=2, get_task=str)
-    for call in (
-        lambda: whole_sessions(rows),
-        lambda: manager.update_skip_uid_set_and_filter_trajectories(rows),
-        lambda: hook.batch_rows([PlannedTask("a", 1, ())], rows),
-    ):
+    for call in (lambda: whole_sessions(rows), lambda: hook.batch_rows([PlannedTask("a", 1, ())], rows)):
         with pytest.raises(InvalidTrajectoryError, match=message):
             call()
     assert manager.difficulty2task_dict == {}
@@ -157,26 +153,16 @@ def scored(rows: Sequence[AgentTrajectory]) -> list[AgentTrajectory]:
     ]
 
 
-@pytest.mark.parametrize("entropys", [False, True])
-def test_the_pool_counts_keeps_and_draws_whole_sessions(tmp_path: Path, entropys: bool) -> None:
+def test_the_pool_counts_keeps_and_draws_whole_sessions(tmp_path: Path) -> None:
     rows = scored(two_groups())
-    counted: list[Any] = []
-    for update in ("judge", "update_difficulty2task_dict"):
-        manager = ExperienceManager(RULES)
-        getattr(manager, update)(rows)
-        counted.append(manager.difficulty2task_dict)
-    columns = [list(values) for values in zip(*((row.entropys, row.response_mask) for row in rows), strict=True)]
+    judging = ExperienceManager(RULES)
+    judging.judge(rows)
     with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
         manager = ExperienceManager(RULES, store=store)
-        if entropys:
-            kept = manager.update_skip_uid_set_and_filter_trajectories(rows, *columns)
-            manager.update_difficulty2task_dict(rows)
-            assert manager.save_trajectories_to_memory(kept) == 2
-        else:
-            assert manager.admit(rows) == (2, 0)
-        counted.append(manager.difficulty2task_dict)
+        assert manager.admit(rows) == (2, 0)
+        counted = manager.difficulty2task_dict
         manager.flush()
-    assert counted == [{1: ("a",), 2: ("b",)}] * 3 or counted == [{1: ("a", "b")}] * 3
+    assert counted == judging.difficulty2task_dict == {1: ("a", "b")}
     with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
         manager = ExperienceManager(RULES, store=store)
         manager.global_steps = 2

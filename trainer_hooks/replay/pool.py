@@ -15,19 +15,18 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from trainer_hooks.replay import persistence
 from trainer_hooks.replay.agentevolver import with_fields_of_metadata
 from trainer_hooks.replay.buckets import DifficultyBuckets, TaskSampling, draw_tasks
 from trainer_hooks.replay.contract import check_demonstrations, check_same, check_trajectories, task_ids_of
-from trainer_hooks.replay.entry import Departure, PoolEntry, Refusal, is_demonstration, mean_entropy, of_earlier_run
+from trainer_hooks.replay.entry import Departure, PoolEntry, Refusal, is_demonstration, of_earlier_run
 from trainer_hooks.replay.ledger import PoolLedger
 from trainer_hooks.replay.message_rows import NEEDS_TOKENIZER, MessageTokenizer, Tokenized, tokenized
 from trainer_hooks.replay.notices import PoolNotices, warn_of_refusals, why_nothing
-from trainer_hooks.replay.outcomes import TaskOutcome, count_outcomes, is_replayed
+from trainer_hooks.replay.outcomes import count_outcomes, is_replayed
 from trainer_hooks.replay.prompts import Prompt, RowPrompts
-from trainer_hooks.replay.rows import members_of, whole_sessions
+from trainer_hooks.replay.rows import whole_sessions
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import (
     LeftOut,
@@ -42,7 +41,7 @@ from trainer_hooks.replay.selection import (
 from trainer_hooks.replay.state import PoolState, replayed_copy, set_generator_state, with_pool_facts
 from trainer_hooks.replay.store import BufferStore
 from trajstore._core.base.arguments import truth, whole, whole_or_none
-from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError, counted
+from trajstore.errors import ConfigurationError, CorruptStoreError, counted
 from trajstore.interop.rollouts import rollout_of, row_of
 from trajstore.trajectory import AgentTrajectory
 
@@ -116,90 +115,17 @@ class ExperienceManager:
 
     # ---- after a step ----
 
-    def update_difficulty2task_dict(
-        self, trajectories: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None
-    ) -> None:
-        """Put every task of this step's rollouts into its bucket (``TaskOutcome.difficulty``).
-
-        Replayed trajectories do not count. A failure removes a task from the skip set. A skipped task without an
-        observed failure stays without a bucket, so the order of the two updates does not matter. A task whose rollouts
-        have no outcomes stays where it is.
-
-        Args:
-            trajectories: the step's rollouts.
-            asked: number of requested rollouts, by task, if some did not come back; those are unknown.
-
-        Raises:
-            InvalidTrajectoryError: a trajectory has no ``task_id``.
-        """
-        outcomes = count_outcomes(trajectories, self.rules.success_threshold, asked)
-        self._state.place(outcomes, self.rules.n_rollout)
-
-    def update_skip_uid_set_and_filter_trajectories(
-        self,
-        trajectories: Sequence[AgentTrajectory],
-        entropys: Sequence[torch.Tensor] | torch.Tensor | None = None,
-        response_mask: Sequence[torch.Tensor] | torch.Tensor | None = None,
-        asked: Mapping[str, int] | None = None,
-    ) -> list[AgentTrajectory]:
-        """Retire the tasks that this step solved, and return the rollouts worth keeping.
-
-        A task is solved on full evidence only (``TaskOutcome.solved``). If no rollout has log-probs yet, set them on
-        those returned: :meth:`save_trajectories_to_memory` then checks what this call otherwise does.
-
-        Args:
-            trajectories: the step's rollouts, with reward; replayed ones are left out.
-            entropys: ``[N, R]``, or N tensors ``[R]``, nats; row i belongs to ``trajectories[i]``. ``None``: computed
-                from the trajectories (``entry.own_entropy``).
-            response_mask: as ``entropys``; 1 where the model wrote. ``None`` with these.
-            asked: as for :meth:`update_difficulty2task_dict`.
-
-        Returns:
-            Copies with ``entropy`` set, and ``policy_version`` where it was unknown, of the rollouts that pass the
-            bounds and ``save_filter``, task by task. The given trajectories are not changed; tensors are shared with
-            them.
-
-        Raises:
-            InvalidTrajectoryError: a trajectory has no ``task_id``, or rows and trajectories differ in number.
-        """
-        trajectories = list(map(with_fields_of_metadata, trajectories))
-        kept = self._filtered(trajectories, entropys, response_mask, asked)
-        return list({id(rollout): rollout for rollout in kept.values()}.values())
-
-    def _filtered(
-        self,
-        trajectories: Sequence[AgentTrajectory],
-        entropys: Sequence[torch.Tensor] | torch.Tensor | None,
-        response_mask: Sequence[torch.Tensor] | torch.Tensor | None,
-        asked: Mapping[str, int] | None,
-    ) -> dict[int, AgentTrajectory]:
-        """Return the rollouts worth keeping by the positions of their rows; retire solved tasks."""
-        means: list[float | None] | None = None
-        members = members_of(trajectories)
-        if entropys is not None and response_mask is not None:
-            if not len(trajectories) == len(entropys) == len(response_mask):
-                raise InvalidTrajectoryError(
-                    f"{counted(len(trajectories), 'trajectory')}, entropys of {len(entropys)} rows and response_mask of"
-                    f" {len(response_mask)}: row i must belong to trajectory i"
-                )
-            means = [
-                mean_entropy(*(torch.cat([column[row] for row in rows]) for column in (entropys, response_mask)))
-                for rows in members
-            ]
-        trajectories = whole_sessions(trajectories)
-        outcomes = count_outcomes(trajectories, self.rules.success_threshold, asked)
-        unscored = all(one.old_log_probs is None for one in trajectories if not is_replayed(one))
-        kept = self._keep(trajectories, means, outcomes, unscored=unscored)
-        return {row: rollout for number, rollout in kept.items() for row in members[number]}
-
     def judge(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> None:
-        """Update buckets and skip set from rollouts that will not be replayed.
+        """Update buckets (``TaskOutcome.difficulty``) and skip set from rollouts that will not be replayed.
 
         None of them enters the pool, and none is refused: a trainer that drops groups has no log-probs of them.
+        A task is retired on full evidence only (``TaskOutcome.solved``); a failure removes it from the skip set. A
+        skipped task without an observed failure gets no bucket. A task whose rollouts have no outcomes stays where it
+        is.
 
         Args:
-            rollouts: of one step, with reward.
-            asked: as for :meth:`update_difficulty2task_dict`.
+            rollouts: of one step, with reward; replayed ones do not count.
+            asked: number of requested rollouts, by task, if some did not come back; those are unknown.
 
         Raises:
             InvalidTrajectoryError: a trajectory has no ``task_id``.
@@ -210,15 +136,15 @@ class ExperienceManager:
         self._ledger.retire(outcomes, self.rules.n_rollout)
 
     def admit(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> tuple[int, int]:
-        """Admit the rollouts of one step: both updates, then save those that pass.
+        """Admit the rollouts of one step: update buckets and skip set as :meth:`judge`, and keep those that pass.
 
-        Existing rollouts, such as those of a store, enter in the same way, step by step. They need no ``entropys``
-        (``entry.own_entropy``). Those without a ``policy_version`` get :attr:`global_steps`, so set it first; those of
-        an earlier run (``of_earlier_run``) stay without.
+        The store has its own copies. Existing rollouts, such as those of a store, enter in the same way, step by step.
+        They need no ``entropys`` (``entry.own_entropy``). Those without a ``policy_version`` get :attr:`global_steps`,
+        so set it first; those of an earlier run (``of_earlier_run``) stay without.
 
         Args:
             rollouts: of one step, with reward and ``old_log_probs``; replayed ones do not count.
-            asked: as for :meth:`update_difficulty2task_dict`.
+            asked: as for :meth:`judge`.
 
         Returns:
             The number offered (successes of tasks that may enter, and rollouts without a finite outcome; with
@@ -237,25 +163,21 @@ class ExperienceManager:
         fresh = [rollout for rollout in rollouts if not is_replayed(rollout) and is_worth_keeping(rollout, self.rules)]
         check_trajectories(fresh, self._state.fingerprint)  # before all changes
         self._state.place(outcomes, self.rules.n_rollout)
-        kept = list(self._keep(rollouts, None, outcomes).values())
+        kept, refused, others = rollouts_to_keep(
+            rollouts,
+            outcomes=self._state.open_to(outcomes, self.rules.n_rollout),
+            rules=self.rules,
+            global_steps=self.global_steps,
+            generator=self._generator,
+        )
+        self._refuse(refused)
+        self.left_out.update(others)
+        self._ledger.retire(outcomes, self.rules.n_rollout)
         offered = len(kept) + self.refused.total() - before
         self._take(kept, are_checked=True)
         return offered, self.refused.total() - before
 
-    def save_trajectories_to_memory(self, trajectories: Sequence[AgentTrajectory]) -> int:
-        """Add trajectories to the pool and return how many of them it now holds.
-
-        The store has its own copies. Trajectories that cannot be replayed, are duplicates, or are no improvement for a
-        full task are refused and counted in :attr:`refused`.
-
-        Raises:
-            ConfigurationError: a trajectory was made with another tokenizer, or is a demonstration that the rules would
-                never replay; nothing was added.
-            InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was added.
-        """
-        return self._take(self._with_tokens(trajectories, "experience pool"))
-
-    def _take(self, trajectories: Sequence[AgentTrajectory], *, are_checked: bool = False) -> int:
+    def _take(self, trajectories: Sequence[AgentTrajectory], *, are_checked: bool = False) -> None:
         fingerprint = check_trajectories(trajectories, self._state.fingerprint)
         check_demonstrations(sum(map(is_demonstration, trajectories)), self.rules)
         plan = plan_admissions(
@@ -267,27 +189,27 @@ class ExperienceManager:
             self.admitted |= dict(zip(keys, ids, strict=True))
         self._refuse(plan.refused)
         self._state.fingerprint = fingerprint
-        return len(plan.accepted)
 
     def seed(self, demonstrations: Sequence[AgentTrajectory]) -> Counter[str]:
         """Add demonstrations: trajectories without log-probs that no policy of this run sampled.
 
         Each has ``metadata["demonstration"]`` true and token ids. Its task is put into the bucket of difficulty 0,
         unless its difficulty is known from rollouts, so that it can be drawn at once. Duplicates are refused, so adding
-        the same demonstrations again changes nothing. A rollout with log-probs is no demonstration, and is added as by
-        :meth:`save_trajectories_to_memory`.
+        the same demonstrations again changes nothing. Rollouts with log-probs may be added in the same way. What cannot
+        be replayed, or is no improvement for a full task, is refused and counted in :attr:`refused`.
 
         Returns:
             The number refused, by reason; failures (by ``save_filter``) as ``not_worth_keeping``.
 
         Raises:
-            ConfigurationError: as for :meth:`save_trajectories_to_memory`.
+            ConfigurationError: a trajectory was made with another tokenizer, or is a demonstration that the rules would
+                never replay; nothing was added.
             InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was added.
             StoreWriteError: the store could not write.
         """
         before = Counter(self.refused)
         worthy = [demonstration for demonstration in demonstrations if is_worth_keeping(demonstration, self.rules)]
-        self.save_trajectories_to_memory(worthy)
+        self._take(self._with_tokens(worthy, "experience pool"))
         for demonstration in demonstrations:
             if not is_worth_keeping(demonstration, self.rules):
                 self.refused[(outcome_refusal(demonstration) or Refusal.NOT_WORTH_KEEPING).value] += 1
@@ -678,29 +600,6 @@ class ExperienceManager:
             logger.warning("experience pool: refused as malformed: %s", problem)
         lost = self._refuse(plan.refused, len(unreadable))
         warn_of_refusals(source, lost, len(held) + len(unreadable))
-
-    def _keep(
-        self,
-        trajectories: Sequence[AgentTrajectory],
-        entropies: Sequence[float | None] | None,
-        outcomes: Mapping[str, TaskOutcome],
-        *,
-        unscored: bool = False,
-    ) -> dict[int, AgentTrajectory]:
-        """Return the rollouts worth keeping by position, with entropy and version; retire solved tasks."""
-        kept, refused, others = rollouts_to_keep(
-            trajectories,
-            entropies,
-            outcomes=self._state.open_to(outcomes, self.rules.n_rollout),
-            rules=self.rules,
-            global_steps=self.global_steps,
-            generator=self._generator,
-            unscored=unscored,
-        )
-        self._refuse(refused)
-        self.left_out.update(others)
-        self._ledger.retire(outcomes, self.rules.n_rollout)
-        return kept
 
     def _current_entropies(self, tasks: Sequence[str], n: int) -> dict[int, float]:
         """Return entropies under the current policy by trajectory id; empty if the saved ones are to be used.

@@ -10,15 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from trainer_hooks.replay.entry import (
-    EARLIER_RUN,
-    PoolEntry,
-    Refusal,
-    is_demonstration,
-    new_entry,
-    own_entropy,
-    refusal_of,
-)
+from trainer_hooks.replay.entry import EARLIER_RUN, PoolEntry, Refusal, new_entry, own_entropy, refusal_of
 from trainer_hooks.replay.outcomes import TaskOutcome, is_replayed, is_success, outcome_of
 from trainer_hooks.replay.prompts import RowPrompts
 from trainer_hooks.replay.rules import PoolRules
@@ -82,34 +74,29 @@ def choose_to_save(
 
 def rollouts_to_keep(
     trajectories: Sequence[AgentTrajectory],
-    entropies: Sequence[float | None] | None,
     *,
     outcomes: Mapping[str, TaskOutcome],
     rules: PoolRules,
     global_steps: int,
     generator: np.random.Generator,
-    unscored: bool = False,
-) -> tuple[dict[int, AgentTrajectory], Refused, Counter[LeftOut]]:
+) -> tuple[list[AgentTrajectory], Refused, Counter[LeftOut]]:
     """Return the kept rollouts of one step, task by task, those refused, and the numbers left out, by reason.
 
     Args:
         trajectories: the step's rollouts; replayed ones are left out.
-        entropies: mean entropy in nats of each of them; ``None`` = unknown. Without them, each rollout's own.
         outcomes: of each task that may enter; others are left out.
         rules: the pool's rules.
         global_steps: policy version of rollouts that have none, unless they are of an earlier run.
         generator: see :func:`choose_to_save`.
-        unscored: log-probs come later, so those worth keeping are refused only if malformed.
 
     Returns:
-        Copies by position with ``entropy`` and ``policy_version`` set, which share tensors with ``trajectories``;
+        Copies with ``entropy`` and ``policy_version`` set, which share tensors with ``trajectories``;
         refusals: of rollouts without a usable outcome, and of those worth keeping that cannot be replayed; all others.
     """
     candidates: dict[str, list[AgentTrajectory]] = {}
     refused: Refused = {}
     left_out: Counter[LeftOut] = Counter()
-    places: dict[int, int] = {}
-    for number, trajectory in enumerate(trajectories):
+    for trajectory in trajectories:
         task = trajectory.task_id
         if is_replayed(trajectory):
             left_out["replayed"] += 1
@@ -129,9 +116,9 @@ def rollouts_to_keep(
         # Refused ones are removed first: save_filter="best" might choose one, and nothing of its task would enter.
         entropy, refusal = None, Refusal.MALFORMED if field_problem(trajectory) else None
         if refusal is None:
-            entropy = own_entropy(trajectory) if entropies is None else entropies[number]
-            if not unscored or is_demonstration(trajectory):  # which is no rollout of a step, and enters by `seed`
-                refusal = refusal_of(trajectory, entropy) or (Refusal.NO_ENTROPY if entropy is None else None)
+            entropy = own_entropy(trajectory)
+            # A demonstration has no entropy: it is no rollout of a step, and enters by `seed`.
+            refusal = refusal_of(trajectory, entropy) or (Refusal.NO_ENTROPY if entropy is None else None)
         if refusal is not None:
             refused.setdefault(refusal, []).append(trajectory)
             continue
@@ -139,9 +126,7 @@ def rollouts_to_keep(
         if version is None and EARLIER_RUN not in trajectory.metadata:
             version = global_steps
         held.append(replace(trajectory, entropy=entropy, policy_version=version))
-        places[id(held[-1])] = number
-    chosen = [rollout for rollouts in candidates.values() for rollout in choose_to_save(rollouts, rules, generator)]
-    kept = {places[id(rollout)]: rollout for rollout in chosen}
+    kept = [rollout for rollouts in candidates.values() for rollout in choose_to_save(rollouts, rules, generator)]
     left_out["not_best"] = sum(map(len, candidates.values())) - len(kept)
     return kept, refused, left_out
 
