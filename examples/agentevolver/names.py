@@ -64,6 +64,46 @@ Task = TypeVar("Task")
 _OF_RULES = ("max_trajectories_per_task", "experience_lbound", "experience_rbound", "exp_select_mode")
 
 
+_TODAY = {
+    "train_rollout_mode": "train_rollout_expmode",
+    "val_rollout_mode": "val_rollout_expmode",
+    "rollout_ratio": "rollout_expratio",
+    "train_sample_mode": "train_sample_expmode",
+    "init_exp_before_training": "init_experience_before_training",
+}
+"""Options of ``exp_manager`` in AgentEvolver's current code, and their names in its documents, which are those here."""
+
+_OF_TRAINER = ("init_exp_only", "init_experience_only")
+"""Options that AgentEvolver's trainer reads itself."""
+
+
+def _guidance_of(config: Any) -> GuidanceConfig:
+    """Return the guidance options of a configuration with AgentEvolver's names.
+
+    Raises:
+        ConfigurationError: unknown keys, one option given twice, values out of range.
+    """
+    given = dict(config.get("exp_manager") or {})
+    maker = dict(config.get("experience_maker") or {})
+    if "summary_batch_size" in given:
+        if "summary_batch_size" in maker:
+            raise ConfigurationError("summary_batch_size: in exp_manager and in experience_maker; give one of them")
+        maker["summary_batch_size"] = given.pop("summary_batch_size")
+    options: dict[str, Any] = {}
+    for key, value in given.items():
+        name = str(_TODAY.get(key, key))
+        if name in options:
+            raise ConfigurationError(f"exp_manager: gives the option {name} under two names; give one of them")
+        if name not in _OF_TRAINER:
+            options[name] = value
+    return GuidanceConfig.from_config({"experience_maker": maker, "exp_manager": options})
+
+
+def _sampling(name: Any) -> Any:
+    """Return the name here of a way to sample tasks."""
+    return "by_difficulty" if name in ("uniform", "random") else name
+
+
 class Reward(PlainReward):
     """A reward with AgentEvolver's ``madness``, kept in ``metadata``."""
 
@@ -220,10 +260,12 @@ class ExperienceManager(Pool):
             )
         keys = dict(_lookup(section, "experience_replay") or {})
         self.use_current_policy_entropy = bool(keys.pop("use_current_policy_entropy", True))
+        if "task_sampling" in keys:
+            keys["task_sampling"] = _sampling(keys["task_sampling"])
         replay = ExperienceReplayConfig.from_mapping(keys)
         super().__init__(replay.pool_rules(n), **pool)
         self.replay_start_ratio = replay.replay_start_ratio
-        self.guidance = GuidanceConfig.from_config(self.config)
+        self.guidance = _guidance_of(self.config)
         self._allocation = guidance.GuidanceManager(self.guidance.rules(), seed=self.guidance.seed)
         of_guidance = [item.name for item in fields(guidance.AllocationRules)]
         for options, names in ((self.rules, _OF_RULES), (self.guidance, of_guidance)):
@@ -379,6 +421,8 @@ class ExperienceManager(Pool):
                 f"sample_tasks_from_replaypool{unnamed!r}: name the arguments (num_tasks=, difficulty=, strategy=);"
                 " their order differs between AgentEvolver's versions"
             )
+        if "strategy" in options:
+            options["strategy"] = _sampling(options["strategy"])
         return super().sample_tasks_from_replaypool(num_tasks, **options)
 
     def _replayed(self, records: Sequence[tuple[PoolEntry, AgentTrajectory]]) -> list[AgentTrajectory]:
@@ -469,7 +513,7 @@ class ExperienceWorker(guidance.ExperienceWorker):
 
     def __init__(self, config: Any) -> None:
         self.config = _trainer_config(config)
-        options = GuidanceConfig.from_config(self.config)
+        options = _guidance_of(self.config)
         self.experience_template = options.experience_template
         self.em_client = None if options.base_url is None else EMClient(options.base_url)
         maker = None

@@ -127,26 +127,15 @@ class ReferenceTrainer:
         """Train up to step ``until`` (all steps of the configuration if None) and return the whole curve.
 
         With ``guidance.init_experience_before_training`` the rollouts of an evaluation become experience before the
-        first step; with ``init_experience_only`` there are no steps.
+        first step.
         """
-        if self.config.guidance.init_experience_only:
-            self._fill()
-            return self.curve
         last = self.config.steps if until is None else min(until, self.config.steps)
         while self.step < last and not (stop_when_solved and self.solved_after is not None):
             self.train_step()
         return self.curve
 
     def train_step(self) -> CurvePoint:
-        """Do one step: choose tasks, roll out, update the policy, fill the pool; evaluate now and then.
-
-        Raises:
-            ConfigurationError: with ``guidance.init_experience_only`` there are no steps.
-        """
-        if self.config.guidance.init_experience_only:
-            raise ConfigurationError(
-                "guidance.init_experience_only: true, so there are no steps; train() fills the pool"
-            )
+        """Do one step: choose tasks, roll out, update the policy, fill the pool; evaluate now and then."""
         step = self.step + 1
         if step == 1:
             self._fill()

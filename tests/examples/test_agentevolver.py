@@ -285,6 +285,41 @@ def test_rollouts_of_agentevolvers_classes_enter_as_its_pools_do(folder: str, sh
         assert groups == {position: position % 2 for position in range(len(fresh))}
 
 
+def test_options_of_its_current_code_are_those_of_its_documents() -> None:
+    """With every key of ``exp_manager`` in AgentEvolver's ``config/agentevolver.yaml``."""
+    current = {
+        "train_rollout_mode": "mixed",
+        "val_rollout_mode": "all",
+        "rollout_ratio": 0.25,
+        "train_sample_mode": "hybrid",
+        "train_sample_keepratio": 0.5,
+        "init_exp_before_training": True,
+        "init_exp_only": True,
+        "summary_batch_size": 4,
+        "reme": {"base_url": "http://127.0.0.1:8001", "retrieve_top_k": 5},
+    }
+    documented = {
+        "train_rollout_expmode": "mixed",
+        "val_rollout_expmode": "all",
+        "rollout_expratio": 0.25,
+        "train_sample_expmode": "hybrid",
+        "train_sample_keepratio": 0.5,
+        "init_experience_before_training": True,
+        "init_experience_only": True,
+    }
+    of_maker = {"base_url": "http://127.0.0.1:8001", "retrieve_top_k": 5, "summary_batch_size": 4}
+    replay = {"experience_replay": {"enable": True, "task_sampling": "uniform"}}
+    rollout = {"actor_rollout_ref": {"rollout": {"n": N}}}
+    manager = ExperienceManager({**rollout, "exp_manager": {**replay, **current}})
+    other = ExperienceManager({**rollout, "exp_manager": {**replay, **documented}, "experience_maker": of_maker})
+    assert manager.guidance == other.guidance
+    assert (manager.guidance.rollout_expratio, manager.guidance.summary_batch_size) == (0.25, 4)
+    assert manager.rules.task_sampling == "by_difficulty"
+    assert manager.sample_tasks_from_replaypool(strategy="random") == []
+    with pytest.raises(ConfigurationError, match="rollout_expratio under two names"):
+        ExperienceManager({**rollout, "exp_manager": {**replay, "rollout_ratio": 0.5, "rollout_expratio": 0.5}})
+
+
 @pytest.mark.parametrize("calls", ["place filter score save", "filter score save place", "filter place score save"])
 def test_log_probs_may_come_after_the_filter(calls: str) -> None:
     manager = ExperienceManager(config())

@@ -104,15 +104,10 @@ FILLED: dict[str, Any] = {"init_experience_before_training": True, "updated_freq
 
 
 def test_evaluations_are_guided_and_become_experience_where_configured() -> None:
-    with make_trainer(**FILLED, init_experience_only=True) as trainer:
-        assert trainer.train() == []
-        made = trainer.guidance.metrics()["guidance/update/made"]
-        assert made > 0
-        with pytest.raises(ConfigurationError, match="init_experience_only"):
-            trainer.train_step()
     with make_trainer(**FILLED) as trainer:
         trainer.train(1)
-        assert trainer.guidance.metrics()["guidance/update/made"] == made, "filled before the first step, as above"
+        made = trainer.guidance.metrics()["guidance/update/made"]
+        assert made > 0, "filled before the first step"
         assert trainer.metrics["guidance/guided_rollouts"] > 0
     with make_trainer(val_rollout_expmode="all", val_summarizer_save=True, updated_freq=0) as trainer:
         seen = Seen(trainer)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.replay.conftest import build
-from trainer_hooks.replay import PoolRules
 from trainer_hooks.replay.buckets import TASK_SAMPLING, bucket_probabilities, draw_tasks
 from trainer_hooks.replay.outcomes import TaskOutcome, count_outcomes, is_success
 
@@ -116,10 +114,3 @@ def test_an_outcome_given_as_the_threshold_reaches_it_in_either_precision(thresh
     assert not is_success(below, threshold)
     for unknown in (None, math.nan, math.inf, -math.inf):
         assert not is_success(unknown, threshold)
-
-
-@pytest.mark.parametrize("name", ["uniform", "random"])
-def test_the_names_of_agentevolver_draw_by_difficulty(name: Any) -> None:
-    sizes = {1: 1, 2: 9}
-    assert bucket_probabilities(sizes, name, N_ROLLOUT).tolist() == [0.5, 0.5]
-    assert PoolRules(n_rollout=N_ROLLOUT, task_sampling=name).task_sampling == name

@@ -18,7 +18,7 @@ from examples.grpo.rollout import turns_as_rows
 from tests.guidance.rollouts import rollout
 from tests.verl_plugin.assets import make_tokenizer
 from trainer_hooks.batch import build_batch
-from trainer_hooks.guidance import EXPERIENCE_TEMPLATE, Experience, Guidance, LocalMaker, Retrieved, TrajExpConfig
+from trainer_hooks.guidance import Experience, Guidance, LocalMaker, Retrieved, TrajExpConfig
 from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.guidance.hook import GuidanceHook
 from trainer_hooks.guidance.summary import unicode_of
@@ -29,44 +29,7 @@ from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 
 
-def test_both_sets_of_names_are_understood() -> None:
-    """Current names, with every key of ``exp_manager`` in AgentEvolver's ``config/agentevolver.yaml``."""
-    today = {
-        "exp_manager": {
-            "train_rollout_mode": "mixed",
-            "val_rollout_mode": "all",
-            "rollout_ratio": 0.25,
-            "train_sample_mode": "hybrid",
-            "train_sample_keepratio": 0.5,
-            "init_exp_before_training": True,
-            "init_exp_only": True,
-            "experience_template": EXPERIENCE_TEMPLATE,
-            "summary_batch_size": 4,
-            "reme": {
-                "base_url": "http://127.0.0.1:8001",
-                "workspace_id": "default",
-                "enable_summarizer": False,
-                "enable_context_generator": False,
-                "retrieve_top_k": 5,
-                "updated_freq": 0,
-            },
-            "experience_replay": {"enable": True},
-            "recording": {"enable": False},
-        }
-    }
-    source = {
-        "experience_maker": {"base_url": "http://127.0.0.1:8001", "retrieve_top_k": 5, "summary_batch_size": 4},
-        "exp_manager": {
-            "train_rollout_expmode": "mixed",
-            "val_rollout_expmode": "all",
-            "rollout_expratio": 0.25,
-            "train_sample_expmode": "hybrid",
-            "train_sample_keepratio": 0.5,
-            "init_experience_before_training": True,
-            "init_experience_only": True,
-        },
-    }
-    assert GuidanceConfig.from_config(today) == GuidanceConfig.from_config(source)
+def test_defaults() -> None:
     assert GuidanceConfig.from_config({}) == GuidanceConfig()
     assert (GuidanceConfig(base_url="http://a").workers, GuidanceConfig().workers) == (8, 1)
     assert GuidanceConfig(summary_workers=3).workers == 3
@@ -79,7 +42,6 @@ def test_both_sets_of_names_are_understood() -> None:
     [
         ({"experience_maker": {"summary_workers": 0}}, ["summary_workers: 0, must be `int` >= 1"]),
         ({"experience_maker": {"dialect": 0.3}}, ["dialect: '0.3', must be one of 'auto', '0.2', '0.4'"]),
-        ({"exp_manager": {"rollout_ratio": 0.1, "rollout_expratio": 0.1}}, ["is the same option as exp_manager"]),
         (
             {"experience_maker": {"base_url": "http://a"}, "exp_manager": {"reme": {"base_url": "http://a"}}},
             ["same opt"],
@@ -87,20 +49,19 @@ def test_both_sets_of_names_are_understood() -> None:
         ({"exp_manager": {"rolout_ratio": 0.1}}, ["exp_manager.rolout_ratio: unknown key; known are"]),
         ({"experience_maker": {"rollout_ratio": 0.1}}, ["experience_maker.rollout_ratio: unknown key"]),
         (
-            {"exp_manager": {"train_rollout_mode": "some", "rollout_ratio": 2}},
+            {"exp_manager": {"train_rollout_expmode": "some", "rollout_expratio": 2}},
             [
-                "exp_manager.train_rollout_mode: 'some', must be one of 'woexp', 'all', 'mixed'",
-                "exp_manager.rollout_ratio: 2",
+                "exp_manager.train_rollout_expmode: 'some', must be one of 'woexp', 'all', 'mixed'",
+                "exp_manager.rollout_expratio: 2",
             ],
         ),
-        ({"exp_manager": {"train_sample_mode": "keep"}}, ["must be one of 'allkeep', 'alldiscard', 'hybrid'"]),
+        ({"exp_manager": {"train_sample_expmode": "keep"}}, ["must be one of 'allkeep', 'alldiscard', 'hybrid'"]),
         ({"exp_manager": {"experience_template": "no place"}}, ["a text with one {}"]),
-        ({"exp_manager": {"reme": {"base_url": "localhost"}}}, ["exp_manager.reme.base_url: 'localhost'"]),
+        ({"experience_maker": {"base_url": "localhost"}}, ["experience_maker.base_url: 'localhost'"]),
         ({"experience_maker": {"updated_freq": 2}}, ["0 without enable_summarizer"]),
         ({"experience_maker": {"enable_summarizer": "yes"}}, ["must be true or false"]),
         ({"experience_maker": {"store": {"path": "x", "size": 3}}}, ["experience_maker.store.size: unknown key"]),
         ({"experience_maker": {"store": {"path": "x", "capacity": 0}}}, ["store.capacity: 0, must be"]),
-        ({"exp_manager": {"init_exp_only": True}}, ["false without init_experience_before_training"]),
         ({"experience_maker": 3}, ["experience_maker: must be a mapping"]),
     ],
 )

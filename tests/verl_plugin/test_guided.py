@@ -83,9 +83,9 @@ def test_kept_experience_is_trained_on_with_verls_own_loss(train: Train, tmp_pat
         tmp_path,
         *GUIDED,
         *MAKES,
-        "+exp_manager.train_sample_mode=allkeep",
-        "+exp_manager.val_rollout_mode=all",
-        "+exp_manager.init_exp_before_training=true",
+        "+exp_manager.train_sample_expmode=allkeep",
+        "+exp_manager.val_rollout_expmode=all",
+        "+exp_manager.init_experience_before_training=true",
         "trainer.total_training_steps=3",
         "trainer.val_before_train=True",
         "trainer.test_freq=1",
@@ -120,7 +120,7 @@ def test_what_a_hostile_service_says_is_text_of_the_message(train: Train, tmp_pa
             tmp_path,
             *asking(service.url, 30),
             "experience_maker.retrieve_top_k=3",
-            "+exp_manager.train_sample_mode=allkeep",
+            "+exp_manager.train_sample_expmode=allkeep",
             "trainer.total_training_steps=2",
         )
     assert len(done.rollouts) == 2 * PROMPTS * GROUP, "no rollout was lost"
@@ -146,7 +146,7 @@ def test_experience_of_the_real_reme_is_shown_and_not_trained_on(
             done = train(
                 tmp_path,
                 *asking(service.url, 60),
-                "+exp_manager.init_exp_before_training=true",
+                "+exp_manager.init_experience_before_training=true",
                 "trainer.val_before_train=True",
                 "trainer.total_training_steps=3",
             )

@@ -1,7 +1,6 @@
 """Configuration of guided rollouts: ``experience_maker`` (or ``exp_manager.reme``) and ``exp_manager``.
 
-Accepts the names in AgentEvolver's source document and those in its current code; giving an option under both names is
-an error.
+AgentEvolver's documents have the first section in either place; giving an option in both is an error.
 """
 
 from __future__ import annotations
@@ -24,16 +23,6 @@ from trajstore.errors import ConfigurationError
 MAKER = "experience_maker"
 MANAGER = "exp_manager"
 REME = "reme"
-
-TODAY = {
-    "train_rollout_mode": "train_rollout_expmode",
-    "val_rollout_mode": "val_rollout_expmode",
-    "rollout_ratio": "rollout_expratio",
-    "train_sample_mode": "train_sample_expmode",
-    "init_exp_before_training": "init_experience_before_training",
-    "init_exp_only": "init_experience_only",
-}
-"""AgentEvolver's current names, and the names here."""
 
 OF_REPLAY = ("experience_replay", "recording", "outcome")
 """Keys of ``exp_manager`` that other modules read."""
@@ -75,7 +64,6 @@ class GuidanceConfig(AllocationRules):
         store: ``path``, and optionally ``format`` and ``capacity``, of the store of experiences; ``None`` = in memory.
         experience_template: the text in a prompt, with ``{}`` for the experiences.
         init_experience_before_training: whether the pool is filled before the first step.
-        init_experience_only: whether the run ends once the pool is filled.
         seed: of the generator that chooses guided rollouts and tasks.
 
     Raises:
@@ -97,14 +85,11 @@ class GuidanceConfig(AllocationRules):
     store: Annotated[Mapping[str, Any] | None, store_options] = None
     experience_template: Annotated[str, _template] = EXPERIENCE_TEMPLATE
     init_experience_before_training: bool = False
-    init_experience_only: bool = False
     seed: Whole = 1234
 
     def contradictions(self) -> Iterator[str]:
         if self.updated_freq and not self.enable_summarizer:
             yield f"updated_freq: {self.updated_freq}, must be 0 without enable_summarizer: nothing is summarized"
-        if self.init_experience_only and not self.init_experience_before_training:
-            yield "init_experience_only: true, must be false without init_experience_before_training"
 
     @property
     def is_on(self) -> bool:
@@ -122,7 +107,7 @@ class GuidanceConfig(AllocationRules):
     def from_config(config: Any) -> GuidanceConfig:
         """Return this part of a whole configuration: a dict, or anything with ``keys()`` such as OmegaConf's.
 
-        ``experience_maker`` and ``exp_manager.reme`` are one section under two names. Keys of ``exp_manager`` that
+        ``experience_maker`` and ``exp_manager.reme`` are one section in two places. Keys of ``exp_manager`` that
         belong to replay are ignored.
 
         Raises:
@@ -137,19 +122,17 @@ class GuidanceConfig(AllocationRules):
         sections = [
             (MAKER, keys_of(config.get(MAKER), MAKER), _MAKER_KEYS),
             (f"{MANAGER}.{REME}", keys_of(manager.get(REME), f"{MANAGER}.{REME}"), _MAKER_KEYS),
-            (MANAGER, {key: manager[key] for key in manager if key not in (*OF_REPLAY, REME)}, _MANAGER_KEYS),
+            (MANAGER, {key: manager[key] for key in manager if key not in (*OF_REPLAY, REME)}, _OF_MANAGER),
         ]
         for where, values, known in sections:
             for key, value in values.items():
-                name = TODAY.get(key, key) if where == MANAGER else key
-                if name not in known:
-                    names = ", ".join([*known, *(TODAY if where == MANAGER else ())])
-                    problems.append(f"{where}.{key}: unknown key; known are {names}")
-                elif name in sources:
-                    problems.append(f"{where}.{key}: is the same option as {sources[name]}; give one of them")
+                if key not in known:
+                    problems.append(f"{where}.{key}: unknown key; known are {', '.join(known)}")
+                elif key in sources:
+                    problems.append(f"{where}.{key}: is the same option as {sources[key]}; give one of them")
                 else:
-                    sources[name] = f"{where}.{key}"
-                    given[name] = value
+                    sources[key] = f"{where}.{key}"
+                    given[key] = value
         refuse("", problems + settle(GuidanceConfig, given, sources))
         return GuidanceConfig(**given)
 
@@ -164,10 +147,5 @@ class GuidanceConfig(AllocationRules):
         return None if self.store is None else BufferStore.open(**self.store)
 
 
-_OF_MANAGER = (
-    *names_of(AllocationRules),
-    *("experience_template", "init_experience_before_training", "init_experience_only", "seed"),
-)
+_OF_MANAGER = (*names_of(AllocationRules), *("experience_template", "init_experience_before_training", "seed"))
 _MAKER_KEYS = [name for name in names_of(GuidanceConfig) if name not in _OF_MANAGER]
-_MANAGER_KEYS = (*_OF_MANAGER, "summary_batch_size")
-"""AgentEvolver has ``summary_batch_size`` here."""

@@ -16,10 +16,7 @@ import numpy as np
 
 from trajstore.errors import ConfigurationError
 
-TaskSampling = Literal[
-    "by_task", "by_difficulty", "normal", "linear", "sqrt", "linear_clip", "similar", "uniform", "random"
-]
-"""``uniform`` and ``random`` are AgentEvolver's names of ``by_difficulty``."""
+TaskSampling = Literal["by_task", "by_difficulty", "normal", "linear", "sqrt", "linear_clip", "similar"]
 TASK_SAMPLING: tuple[TaskSampling, ...] = get_args(TaskSampling)
 
 
@@ -85,7 +82,7 @@ def bucket_probabilities(sizes: Mapping[int, int], strategy: TaskSampling, n_rol
 
     ================= ===========================================================
     ``by_task``       m: every task is equally likely
-    ``by_difficulty`` 1: every bucket is equally likely, then a task of it; also ``uniform``, ``random``
+    ``by_difficulty`` 1: every bucket is equally likely, then a task of it
     ``normal``        exp(-(d - n/2)² / 2): half-solved tasks, sigma 1
     ``linear``        d / n: easy tasks
     ``sqrt``          sqrt(d / n)
@@ -117,7 +114,7 @@ def _log_weight(difficulty: int, size: int, strategy: TaskSampling, n_rollout: i
             "task_sampling: similar compares with the tasks of a batch: ExperienceMixCollateFn does"
         )
     share = difficulty / n_rollout
-    weights = dict.fromkeys(("by_difficulty", "uniform", "random"), 1.0)
+    weights = {"by_difficulty": 1.0}
     weights |= {"by_task": size, "linear": share, "sqrt": math.sqrt(share), "linear_clip": min(share, 0.5)}
     weight = weights[strategy]
     return math.log(weight) if size and weight > 0 else -math.inf

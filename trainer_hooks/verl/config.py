@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.guidance.config import MAKER, MANAGER, REME, TODAY, GuidanceConfig
+from trainer_hooks.guidance.config import MAKER, MANAGER, REME, GuidanceConfig
 from trainer_hooks.replay import is_success
 from trajstore._core.base.arguments import whole
 from trajstore._core.base.settings import Count, Positive, Settings, Text, keys_of, refuse, unknown
@@ -375,7 +375,7 @@ def naming(option: str, value: str | None) -> Iterator[None]:
         raise ConfigurationError(f"{option}: {value}: cannot be opened: {type(error).__name__}: {error}") from error
 
 
-KEYS = frozenset(field.name for field in dataclasses.fields(GuidanceConfig)) | {*TODAY, REME}
+KEYS = frozenset(field.name for field in dataclasses.fields(GuidanceConfig)) | {REME}
 """Keys of guidance allowed in ``exp_manager``; :class:`GuidanceConfig` rejects those that belong elsewhere."""
 
 SWITCHES = ("enable_context_generator", "enable_summarizer")
@@ -440,14 +440,12 @@ def guidance_problems(config: Any, guidance: GuidanceConfig, n_rollout: int, *, 
             f"{MAKER}.val_summarizer_save: true, needs {MAKER}.enable_summarizer=true and a validation"
             " (trainer.val_before_train or trainer.test_freq)"
         )
-    if guidance.init_experience_before_training:
-        if not guidance.enable_summarizer or not trainer.get("val_before_train", True):
-            yield (
-                f"{MANAGER}.init_experience_before_training: true, needs {MAKER}.enable_summarizer=true and"
-                " trainer.val_before_train=True, whose rollouts become experience"
-            )
-        if guidance.init_experience_only and not trainer.get("val_only", False):
-            yield f"{MANAGER}.init_experience_only: true, needs trainer.val_only=True, which ends the run"
+    can_fill = guidance.enable_summarizer and trainer.get("val_before_train", True)
+    if guidance.init_experience_before_training and not can_fill:
+        yield (
+            f"{MANAGER}.init_experience_before_training: true, needs {MAKER}.enable_summarizer=true and"
+            " trainer.val_before_train=True, whose rollouts become experience"
+        )
     fills = guidance.updated_freq or guidance.val_summarizer_save or guidance.init_experience_before_training
     if guidance.enable_summarizer and not fills:
         logger.warning(
@@ -478,7 +476,7 @@ def _problems_of_showing(config: Any, guidance: GuidanceConfig, n_rollout: int) 
 
 
 def _maker(config: Any) -> dict[str, Any]:
-    """Return the options of the experience maker, under either of its names."""
+    """Return the options of the experience maker, from either of its places."""
     manager = keys_of(config.get(MANAGER), MANAGER)
     return keys_of(config.get(MAKER), MAKER) | keys_of(manager.get(REME), f"{MANAGER}.{REME}")
 

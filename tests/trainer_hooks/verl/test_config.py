@@ -281,23 +281,10 @@ def test_experiences_lie_beside_the_rollouts_unless_told_otherwise(override_verl
     assert not block_of(override_verl).guidance.is_on
 
 
-def test_the_names_of_today_and_the_other_place_of_the_maker(override_verl: Compose) -> None:
-    block = block_of(
-        override_verl,
-        "+exp_manager.reme.enable_context_generator=true",
-        "+exp_manager.reme.base_url=http://127.0.0.1:8001",
-        "+exp_manager.train_rollout_mode=all",
-        "+exp_manager.train_sample_mode=allkeep",
-    )
-    assert block.guidance.base_url == "http://127.0.0.1:8001"
-    assert block.guidance.train_rollout_expmode == "all"
-    assert not block.masks_rows, "kept rows are trained on as they were sampled"
-
-
 def test_discarded_rows_need_the_loss_that_knows_them(override_verl: Compose) -> None:
     assert block_of(override_verl, *SHOWS).masks_rows
     assert not block_of(override_verl, *MAKES).masks_rows
-    assert not block_of(override_verl, SHOWS[0], "+exp_manager.val_rollout_mode=all").masks_rows
+    assert not block_of(override_verl, SHOWS[0], "+exp_manager.val_rollout_expmode=all").masks_rows
 
 
 REFUSED = {
@@ -306,21 +293,16 @@ REFUSED = {
         "+exp_manager.train_rollout_expmod=all",
     ): "exp_manager: train_rollout_expmod: unknown key; did you mean train_rollout_expmode?",
     (*SHOWS, "+experience_maker.basis=a"): "experience_maker.basis: unknown key",
-    (*SHOWS, "+exp_manager.rollout_ratio=0.5"): "is the same option as exp_manager.rollout_expratio",
+    (*SHOWS, "+exp_manager.rollout_ratio=0.5"): "rollout_ratio: unknown key",
     (SHOWS[1],): "neither enable_context_generator nor enable_summarizer is true",
     ("+experience_maker.retrieve_top_k=3",): "neither enable_context_generator nor enable_summarizer is true",
     (*MAKES, "+exp_manager.recording.text=false"): "needs exp_manager.recording.text=true",
     (*MAKES, "+experience_maker.val_summarizer_save=true", "trainer.val_before_train=False"): "and a validation",
     (
         *MAKES,
-        "+exp_manager.init_exp_before_training=true",
+        "+exp_manager.init_experience_before_training=true",
         "trainer.val_before_train=False",
     ): "trainer.val_before_train=True, whose rollouts become experience",
-    (
-        *MAKES,
-        "+exp_manager.init_exp_before_training=true",
-        "+exp_manager.init_exp_only=true",
-    ): "needs trainer.val_only=True",
     (*MAKES, "+experience_maker.val_summarizer_save=true", "reward.reward_model.enable=true"): "have no reward yet",
     (*SHOWS, "algorithm.adv_estimator=remax"): "shown nothing",
     (*SHOWS, "skip.rollout_tq.enable=true"): "skipped rollouts are shown nothing",

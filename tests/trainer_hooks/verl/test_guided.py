@@ -192,7 +192,7 @@ def test_an_empty_store_that_nothing_fills_is_told(opened: Opened, caplog: pytes
 
 
 def test_validations_before_training_become_experience_once(opened: Opened) -> None:
-    guided = opened(*SHOWS, *MAKES, "+exp_manager.init_exp_before_training=true")
+    guided = opened(*SHOWS, *MAKES, "+exp_manager.init_experience_before_training=true")
     assert guided.wants_validation
     guided.validated([rollout(0, 1.0)])
     guided.validated([rollout(1, 1.0)])
