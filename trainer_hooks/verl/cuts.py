@@ -128,18 +128,18 @@ def mend_tracker(config: Any) -> None:
     tracker = root / TRACKER_FILE
     if config.trainer.resume_mode != "auto" or not tracker.is_file():
         return
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip("\0 \n")
+    text = tracker.read_text(encoding="utf-8", errors="replace").replace("\0", "").strip()
     if text.isdecimal():
         return
     with_model = [folder for folder, _ in cuts_below(root) if (folder / MODEL_FOLDER).is_dir()]
     complete = [folder for folder in with_model if (folder / DATA_FILE).is_file()]
+    step = complete[-1].name.removeprefix("global_step_") if complete else ""
     if text or not complete:
-        remedy = f"write {complete[-1].name} as a number" if complete else "none there is complete: remove it"
+        remedy = f"write {step} into it, for {complete[-1].name}" if complete else "none is complete: remove it"
         raise ConfigurationError(
             f"trainer.resume_mode=auto: {tracker} must name verl's newest complete checkpoint, and is"
             f" {f'not a number: {text[:20]!r}' if text else 'empty'}; {remedy}"
         )
-    step = complete[-1].name.removeprefix("global_step_")
     LocalDirectory(root).publish([EncodedFile(TRACKER_FILE, [step.encode()])])
     logger.warning("%s was empty, after a crash while verl wrote it; it names %s again", tracker, complete[-1].name)
 

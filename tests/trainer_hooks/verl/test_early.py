@@ -93,7 +93,7 @@ def test_an_empty_tracker_file_names_the_newest_complete_checkpoint_again(
     config = override_verl([*BASE, "trainer.v1.trainer_mode=sync_replay", ON, f"trainer.default_local_dir={tmp_path}"])
     tracker = tmp_path / TRACKER_FILE
     tracker.write_text("", encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=r"is empty; none there is complete"):
+    with pytest.raises(ConfigurationError, match=r"is empty; none is complete"):
         mend_tracker(config)
     for step in (3, 6, 9):
         folder = tmp_path / f"global_step_{step}"
@@ -102,14 +102,16 @@ def test_an_empty_tracker_file_names_the_newest_complete_checkpoint_again(
         if step < 9:  # a crash prevented the rest of step 9
             (folder / DATA_FILE).touch()
     tracker.write_text("abc", encoding="utf-8")
-    with pytest.raises(ConfigurationError, match=r"not a number: 'abc'; write global_step_6"):
+    with pytest.raises(ConfigurationError, match=r"not a number: 'abc'; write 6 into it"):
         mend_tracker(config)
     for crashed in ("", "\0\0"):
         tracker.write_text(crashed, encoding="utf-8")
         mend_tracker(config)
         assert tracker.read_text(encoding="utf-8") == "6"
     assert caplog.text.count("names global_step_6 again") == 2
+    tracker.write_bytes(b"3\r\n")
     mend_tracker(config)
+    assert tracker.read_bytes() == b"3\r\n"
     assert caplog.text.count("again") == 2
 
 
