@@ -87,7 +87,7 @@ class ReplayHook(Closing, Generic[Task]):
         ledger: local folder of the training ledger (``trajstore.ledger``), in which :meth:`step_done` records each
             step, also with ``enable: false``; one for each rank. ``None``: none is written.
         rollouts: local folder of a store in which :meth:`step_done` records all fresh rollouts, with which
-            ``trajstore replay-step`` recomputes steps. The ledger is then its folder ``ledger``, unless given. The pool
+            ``trajstore replay-step`` rebuilds steps. The ledger is then its folder ``ledger``, unless given. The pool
             is a choice of these rollouts, and has no store of its own.
         store: of the pool, instead of that of the configuration: among the rollouts that the trainer records itself.
 
@@ -416,7 +416,7 @@ class ReplayHook(Closing, Generic[Task]):
 
     def _options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a step's options with the configuration's."""
-        loss = {**self.loss_options, **given.get("loss", {})}
+        loss = {"drop_negative_off_policy": self.config.drop_negative_off_policy, **given.get("loss", {})}
         return {**given, "loss": loss, "recorded_log_probs": self.config.exp_is_correct}
 
     def rollouts_done(

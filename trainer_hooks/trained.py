@@ -45,7 +45,6 @@ def trained_step(
     data: Mapping[str, Any] | None = None,
     seeds: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
-    updates: Sequence[Sequence[int]] = (),
     tokens: Sequence[Tensor] | None = None,
     log_probs: Tensor | None = None,
     config: Mapping[str, Any] | None = None,
@@ -71,8 +70,7 @@ def trained_step(
         loss: loss terms by name.
         data: data set identity and position, JSON values.
         seeds: seeds by name, JSON values.
-        options: of advantages, loss and policy, for ``trajstore replay-step``; JSON values.
-        updates: the rows of each loss computation, in order.
+        options: of padding, advantages and weights, for ``trajstore replay-step``; JSON values.
         tokens: token ids of each row, prompt and response without padding; None = unknown.
         log_probs: [B, R], natural logarithm, to which the ratios are relative; None = unknown.
         config: the trainer's whole configuration, JSON values without credentials; written when it changes.
@@ -134,7 +132,6 @@ def trained_step(
         dict(data or {}),
         dict(seeds or {}),
         dict(options or {}),
-        tuple(tuple(update) for update in updates),
         ("probability", *(name for name, given in optional.items() if given is None)),
         without_credentials(config or {}),
     )
@@ -228,7 +225,7 @@ class StepRecorder(Closing):
         except BaseException:
             self.ledger.close()
             raise
-        self._updates: list[list[int]] = []
+        self._rows: list[int] = []
         self._means: list[Tensor] = []
         self._terms: list[dict[str, Tensor]] = []
 
@@ -236,11 +233,11 @@ class StepRecorder(Closing):
         """Begin a step. Recorded steps from it on will be replaced, with a warning."""
         if self.ledger.last is not None and step <= self.ledger.last:
             self.ledger.continue_from(step - 1 if step else None)
-        self.step, self._updates, self._means, self._terms = step, [], [], []
+        self.step, self._rows, self._means, self._terms = step, [], [], []
 
     def loss_computed(self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor) -> None:
         """Collect one loss computation; nothing is read from the device."""
-        self._updates.append(list(rows))
+        self._rows += rows
         mask = batch.tensors["response_mask"][list(rows)]
         self._means.append(row_means(mask, advantages=advantages, ratios=loss["importance_ratio"]))
         self._terms.append({name: term.detach() for name, term in loss.items() if term.dim() == 0})
@@ -272,14 +269,13 @@ class StepRecorder(Closing):
             OSError: the step could not be written.
             StoreWriteError: the rollouts could not be written.
         """
-        if not self._updates:
+        if not self._rows:
             raise ConfigurationError(
                 f"{self.ledger.url}: no loss of step {self.step} was reported; call the hook's loss_computed"
             )
         means = torch.cat(self._means, dim=1).cpu()
-        newest = {row: place for place, row in enumerate(row for update in self._updates for row in update)}
+        newest = {row: place for place, row in enumerate(self._rows)}
         rows = sorted(newest)
-        places = {row: place for place, row in enumerate(rows)}
         _, advantages, ratios = means[:, [newest[row] for row in rows]]
         named, tensors = batch.non_tensors, batch.tensors
         extras = named["extras"]
@@ -313,7 +309,6 @@ class StepRecorder(Closing):
                 policy_before=self.step,
                 policy_after=self.step + 1,
                 loss=terms,
-                updates=[[places[row] for row in update] for update in self._updates],
                 tokens=[tensors["input_ids"][row][tensors["attention_mask"][row] != 0] for row in rows],
                 log_probs=log_probs[rows],
                 **header,

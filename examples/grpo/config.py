@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,30 +81,9 @@ class TrainerConfig:
         store = (self.replay.store or {}).get("path") if self.replay.enable else None
         return None if store is None or "://" in store else str(Path(store) / LEDGER_FOLDER)
 
-    def step_options(self, vocabulary: int, pad_token_id: int) -> dict[str, Any]:
-        """Return the options by which ``trajstore replay-step`` recomputes a step, as JSON values.
-
-        Args:
-            vocabulary: number of tokens.
-            pad_token_id: padding of the batch.
-        """
-        return {
-            "pad_token_id": pad_token_id,
-            "advantages": {"estimator": "grpo", "row_weight": self.row_weight},
-            "loss": {
-                "cliprange_low": self.cliprange_low,
-                "cliprange_high": self.cliprange_high,
-                "clip_ratio_c": self.clip_ratio_c,
-            },
-            "entropy_coeff": self.entropy_coeff,
-            "policy": {
-                "trainer": "reference",
-                "model": asdict(self.model),
-                "vocabulary": vocabulary,
-                "learning_rate": self.learning_rate,
-                "max_grad_norm": self.max_grad_norm,
-            },
-        }
+    def step_options(self, pad_token_id: int) -> dict[str, Any]:
+        """Return the options by which ``trajstore replay-step`` rebuilds a step, as JSON values."""
+        return {"pad_token_id": pad_token_id, "advantages": {"estimator": "grpo", "row_weight": self.row_weight}}
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -155,7 +155,7 @@ class ReferenceTrainer:
             entropys,
             data={"name": self.environment.name, "tasks": len(self._tasks), "position": position},
             seeds={"trainer": self.config.seed},
-            options=self.config.step_options(len(self.tokenizer), self.tokenizer.pad_id),
+            options=self.config.step_options(self.tokenizer.pad_id),
         )
         self.metrics |= self.guidance.step_done(fresh, step)
         self.guidance.wait(_PATIENCE)  # for reproducible runs; other trainers need not wait

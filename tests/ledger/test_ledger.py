@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from tests.cli.stores import Run
 from tests.stores import filled, flip, stored, writer_to
 from trajstore import AgentTrajectory
+from trajstore._core.store.json_arrays import array_to_json
+from trajstore._core.store.log_records import encode_line
 from trajstore.cli import DAMAGED
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreLockedError, StoreNotFoundError
 from trajstore.ledger import ROW, Ledger, TrainedStep, audit, read
@@ -211,21 +213,30 @@ def test_a_line_that_never_reached_the_disk_is_incomplete(tmp_path: Path) -> Non
 
 def test_a_step_of_1024_rows_takes_at_most_48_bytes_per_row(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    updates = random.permutation(1024).reshape(8, 128).tolist()
-    made = replace(step(1, 1024), updates=tuple(map(tuple, updates)), options={"loss": {"cliprange_low": 0.2}})
+    made = replace(step(1, 1024), options={"pad_token_id": 0})
     for name in ("token_digest", "mask_digest"):
         made.rows[name] = random.integers(0, 1 << 32, 1024)
     made.rows["log_prob"] = random.normal(size=1024)
     made = replace(made, unknown=("probability",))
     with Ledger(tmp_path) as ledger:
         ledger.record(made)
-        with pytest.raises(ConfigurationError, match="step 2: updates must have numbers of its 3 rows"):
-            ledger.record(replace(step(2), updates=((0, 3),)))
     assert same(read(tmp_path).steps[1], made)
     assert (tmp_path / "steps-000000-after-none.log").stat().st_size <= 48 * 1024
     record = made.to_json(None)
-    del record["options"], record["updates"]  # of a trainer that does not record them
-    assert same(TrainedStep.from_json(record, "ledger"), replace(made, options={}, updates=()))
+    del record["options"]  # of a trainer that does not record them
+    assert same(TrainedStep.from_json(record, "ledger"), replace(made, options={}))
+
+
+def test_further_keys_of_a_step_are_read_over(tmp_path: Path) -> None:
+    """Earlier records have the rows of each loss computation."""
+    made = replace(step(1), options={"pad_token_id": 0, "entropy_coeff": 0.1})
+    record = made.to_json(None) | {"updates": [array_to_json(np.array([2, 0], np.int32))]}
+    (tmp_path / "steps-000000-after-none.log").write_bytes(encode_line(record))
+    with Ledger(tmp_path) as ledger:
+        ledger.record(step(2))
+    contents = read(tmp_path)
+    assert same(contents.steps[1], made)
+    assert same(contents.steps[2], step(2))
 
 
 def test_steps_that_cannot_be_recorded_exactly_are_refused(tmp_path: Path) -> None:

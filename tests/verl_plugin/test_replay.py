@@ -19,8 +19,7 @@ from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.ledger import Ledger, TrainedStep
 
-from .assets import Assets
-from .rebuilt import SAVES_HUGGING_FACE, check_steps, store_of
+from .rebuilt import check_steps
 from .recount import check_loss_rows, recount
 from .runs import GROUP, PROMPTS, REPLAY, TOLERANCE, TWO_WORKERS, Train, Training, check_replay_metrics, comparable
 
@@ -50,7 +49,6 @@ def replaying(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Trainin
         STARTS,
         f"trainer.total_training_steps={STEPS}",
         f"trainer.save_freq={SAVED}",
-        SAVES_HUGGING_FACE,
         "trainer.val_before_train=True",
     )
 
@@ -122,7 +120,7 @@ def test_each_step_is_rebuilt_from_store_and_ledger(
     for number in range(1, STEPS + 1):
         report = recompute(step_inputs(run, number))
         assert report.problems == ()
-        assert {check.name for check in report.checks if check.left_out} == {"log-probs", "loss"}
+        assert not any(check.left_out for check in report.checks)
     assert main(["audit", str(run)]) == 0
     arguments = ["replay-step", str(run), str(STEPS)]
     capsys.readouterr()
@@ -134,18 +132,7 @@ def test_each_step_is_rebuilt_from_store_and_ledger(
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == of_run
 
-    checkpoint = replaying.folder / "checkpoints" / f"global_step_{SAVED}"
-    with_model = ["replay-step", str(run), str(SAVED + 1), "--checkpoint", str(checkpoint), "--json"]
-    assert main(with_model) == 0
-    of_run = json.loads(capsys.readouterr().out)
-    assert all(check["values"] and not check["left_out"] for check in of_run["checks"])
-    assert main([*arguments, "--checkpoint", str(checkpoint)]) == 1, "of two steps before"
-    assert "log-probs: row " in capsys.readouterr().out
-    assert main([*arguments, "--checkpoint", str(run)]) == 2
-    assert "has no weights in Hugging Face's format. Step 5 began with the model of step 4" in capsys.readouterr().err
-
     written = step_inputs(run, STEPS)
-    assert len(written.step.updates) == 1
     step, fresh = written.step, int((written.step.rows["replayed"] == 0).argmax())
     replayed = int(step.rows["replayed"].argmax())
     for name, row, value, problem in (
@@ -231,23 +218,6 @@ def test_resuming_with_another_number_of_ranks(replaying: Training, train: Train
     assert first["experience_replay/age_mean"] == same["experience_replay/age_mean"]
 
 
-@pytest.mark.campaign
-def test_shuffled_mini_batches_of_two_ranks_are_recorded(train: Train, tmp_path: Path) -> None:
-    """Two epochs, and replayed rows; each mini-batch has the rows of both ranks."""
-    training = train(
-        tmp_path,
-        *REPLAY,
-        *TWO_WORKERS,
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
-        "actor_rollout_ref.actor.ppo_epochs=2",
-        "actor_rollout_ref.actor.shuffle=true",
-        "trainer.total_training_steps=3",
-    )
-    check_steps(training)
-    assert len(step_inputs(store_of(tmp_path), 3).step.updates) == 4
-
-
 LONGEST_AGE = 3
 
 
@@ -259,9 +229,7 @@ LONGEST_AGE = 3
         pytest.param("sync_replay", 16, marks=pytest.mark.campaign),
     ],
 )
-def test_ages_ratios_and_groups_are_those_of_the_store(
-    mode: str, steps: int, train: Train, verl_assets: Assets, tmp_path: Path
-) -> None:
+def test_ages_ratios_and_groups_are_those_of_the_store(mode: str, steps: int, train: Train, tmp_path: Path) -> None:
     """In asynchronous training a newer policy scores the rollouts, and histories are drawn a step ahead."""
     training = train(
         tmp_path,
@@ -270,8 +238,6 @@ def test_ages_ratios_and_groups_are_those_of_the_store(
         "+exp_manager.experience_replay.exp_ratio=1.0",
         f"trainer.v1.trainer_mode={mode}",
         f"trainer.total_training_steps={steps}",
-        "trainer.save_freq=1",
-        SAVES_HUGGING_FACE,
     )
     assert len(training.steps) == steps
     check_replay_metrics(training.steps)
@@ -282,6 +248,5 @@ def test_ages_ratios_and_groups_are_those_of_the_store(
     assert counted.rows == steps * PROMPTS * GROUP
     assert counted.replayed_rows == training.sum_of("replayed_rows") > 0
     assert bool(counted.waited) == (mode == "colocate_async_replay")
-    checked = check_steps(training, verl_assets.model)
-    assert checked == steps if mode == "sync_replay" else checked >= 1
+    check_steps(training)
     assert max(max(ages) for ages in counted.ages.values()) == LONGEST_AGE

@@ -13,7 +13,7 @@ import pytest
 from trajstore import AgentTrajectory
 
 from .assets import TRAIN_ROWS, Assets, make_assets, make_rows
-from .rebuilt import SAVES_HUGGING_FACE, check_steps
+from .rebuilt import check_steps
 from .recount import OffPolicyLoss, check_choices, check_loss_rows, mean_entropy
 from .runs import GROUP, REPLAY, Train
 
@@ -121,11 +121,8 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
-def test_the_loss_sees_what_the_store_and_the_options_say(
-    variant: Variant, train: Train, verl_assets: Assets, tmp_path: Path
-) -> None:
+def test_the_loss_sees_what_the_store_and_the_options_say(variant: Variant, train: Train, tmp_path: Path) -> None:
     overrides = [*REPLAY, *variant.overrides, f"trainer.total_training_steps={variant.steps}"]
-    overrides += ["trainer.save_freq=1", SAVES_HUGGING_FACE]
     if variant.two_outputs:
         loop = tmp_path / "loop.yaml"
         loop.write_text("- name: two_outputs\n  _target_: trajstore_verl_cpu_outputs.TwoOutputs\n", encoding="utf-8")
@@ -148,9 +145,7 @@ def test_the_loss_sees_what_the_store_and_the_options_say(
     assert counted.beyond_clip or variant.loss is None or variant.loss.clip
     assert done.sum_of("other_prompts") == 0
     assert counted.rows_of == {rollout.metadata["uid"]: variant.group(rollout.task_id) for rollout in rollouts}
-    recomputed = check_steps(done, verl_assets.model)
-    several_updates = variant.two_outputs or set(TWO_MINI_BATCHES) <= set(variant.overrides)
-    assert recomputed == (0 if several_updates else variant.steps)
+    check_steps(done)
     assert done.sum_of("histories_refused/without_room") == 0 or variant.own_counts
     if variant.histories is not None:
         left = check_choices(

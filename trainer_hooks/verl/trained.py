@@ -50,7 +50,6 @@ def step_of_rows(
     drops_negative: bool,
     bypass: bool,
     loss: Mapping[str, float],
-    updates: Sequence[Sequence[str]] = (),
     **header: Mapping[str, Any],
 ) -> TrainedStep:
     """Return the record of a step, with rows by task and session, whose order does not depend on the time of arrival.
@@ -66,7 +65,6 @@ def step_of_rows(
         drops_negative: replayed rows with a negative advantage have no loss.
         bypass: ``old_log_probs`` are the engine's.
         loss: loss terms by name.
-        updates: keys of the rows of each mini-batch, in order; padding is left out.
         header: ``data``, ``seeds``, ``options`` and ``config`` of :class:`~trajstore.ledger.TrainedStep`.
     """
     ordered = sorted(rows, key=lambda row: (scored[row.key].task, *_parts(row.key)))
@@ -79,7 +77,6 @@ def step_of_rows(
         for row, fact in zip(ordered, facts, strict=True)
     ]
     actor = pad_sequence([log_probs.float() for log_probs in own], batch_first=True)
-    places = {row.key: place for place, row in enumerate(ordered)}
     weights = torch.tensor([_weight(row, scored[row.key], drops_negative=drops_negative) for row in ordered])
     return trained_step(
         step,
@@ -96,71 +93,45 @@ def step_of_rows(
         policy_before=step,
         policy_after=step + 1,
         loss=loss,
-        updates=[sorted(places[key] for key in update if key in places) for update in updates],
         tokens=[torch.cat([row.columns[name] for name in TOKENS]) for row in ordered],
         log_probs=old,
         **header,
     )
 
 
-def options_of(config: Any, pad_token_id: int, loss: Mapping[str, Any], *, recorded_log_probs: bool) -> dict[str, Any]:
-    """Return the options by which ``trajstore replay-step`` recomputes a step, as JSON values.
+def options_of(config: Any, pad_token_id: int, *, drops_negative: bool, recorded_log_probs: bool) -> dict[str, Any]:
+    """Return the options by which ``trajstore replay-step`` rebuilds a step, as JSON values.
 
     Args:
         config: verl's configuration.
         pad_token_id: padding of the batch.
-        loss: options of the het loss; empty if the loss is verl's own.
+        drops_negative: replayed rows with a negative advantage have no loss.
         recorded_log_probs: whether ratios of replayed rows are relative to their recorded log-probs.
     """
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    algorithm = config.algorithm
     correction = algorithm.get("rollout_correction") or {}
-    low, high = (
-        actor.clip_ratio if value is None else value for value in (actor.clip_ratio_low, actor.clip_ratio_high)
-    )
     estimator = algorithm.adv_estimator
     return {
         "pad_token_id": pad_token_id,
         "advantages": {
             "estimator": str(getattr(estimator, "value", estimator)),
             "norm_adv_by_std_in_grpo": bool(algorithm.get("norm_adv_by_std_in_grpo", True)),
-            "gamma": float(algorithm.gamma),
-            "lam": float(algorithm.lam),
             "kl_in_reward": bool(algorithm.use_kl_in_reward),
             "reward": "score",
             "precision": "float32",
         },
         "loss": {
-            "mode": str(actor.policy_loss.get("loss_mode", "vanilla")),
-            "cliprange_low": float(low),
-            "cliprange_high": float(high),
-            "clip_ratio_c": float(actor.get("clip_ratio_c", 3.0)),
-            "loss_agg_mode": str(actor.loss_agg_mode),
-            "loss_scale_factor": actor.get("loss_scale_factor"),
-            "kl_loss_coef": float(actor.kl_loss_coef) if actor.use_kl_loss else 0.0,
-            **loss,
+            "loss_agg_mode": str(config.actor_rollout_ref.actor.loss_agg_mode),
+            "drop_negative_off_policy": drops_negative,
         },
-        "entropy_coeff": float(actor.entropy_coeff),
         "recorded_log_probs": recorded_log_probs,
         "rollout_correction": {
             name: True if correction[name] is True else str(correction[name])
             for name in CORRECTION
             if correction.get(name)
         },
-        "policy": {
-            "trainer": "verl",
-            "temperature": float(config.actor_rollout_ref.rollout.temperature),
-            "learning_rate": float(actor.optim.lr),
-            "dtype": _dtype(actor),
-        },
+        "policy": {"trainer": "verl"},
     }
-
-
-def _dtype(actor: Any) -> str:
-    """Return the dtype of the model's forward pass in verl's engine, as torch names it."""
-    engine = actor.get("fsdp_config") or {}
-    name = str((engine.get("mixed_precision") or {}).get("param_dtype") or "bf16")
-    kinds = {"32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "16": "float16", "half": "float16"}
-    return kinds.get(name.removeprefix("fp").removeprefix("float"), name)
 
 
 def _parts(key: str) -> tuple[str, int, int]:

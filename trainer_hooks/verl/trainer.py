@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from omegaconf import OmegaConf, open_dict
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
@@ -207,7 +206,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
             figures = take_figures(metrics)
             metrics.update(figures)
             self._session.hook.watch(figures)
-        algorithm, data = self.config.algorithm, self.config.data
+        algorithm, data, replay = self.config.algorithm, self.config.data, self._block.experience_replay
         seeds = {"data": data.get("seed"), "mini_batches": self.config.actor_rollout_ref.actor.get("data_loader_seed")}
         files = [data.train_files] if isinstance(data.train_files, str) else list(data.train_files)
         self._session.trained(
@@ -224,29 +223,12 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
             options=options_of(
                 self.config,
                 self.tokenizer.pad_token_id,
-                self._session.hook.loss_options if self._block.masks_rows else {},
-                recorded_log_probs=self._block.experience_replay.exp_is_correct,
+                drops_negative=replay.drop_negative_off_policy,
+                recorded_log_probs=replay.exp_is_correct,
             ),
-            updates=self._mini_batches(batch),
             config=self._recorded_config,
         )
         return batch
-
-    def _mini_batches(self, batch: KVBatchMeta) -> list[list[str]]:
-        """Return the keys of each mini-batch: verl's iterator, on row numbers, as on each rank of the actor."""
-        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        info, keys = batch.extra_info, batch.keys
-        parts = []
-        for rank, rows in enumerate(torch.arange(len(keys)).chunk(ranks)):
-            iterator = tu.make_iterator(
-                TensorDict({"row": rows}, batch_size=[len(rows)]),
-                mini_batch_size=info["mini_batch_size"] // ranks,
-                epochs=info["epochs"],
-                seed=info["seed"] + rank,
-                dataloader_kwargs=info["dataloader_kwargs"],
-            )
-            parts.append([mini_batch["row"].tolist() for mini_batch in iterator])
-        return [[keys[row] for part in of_ranks for row in part] for of_ranks in zip(*parts, strict=True)]
 
     def _save_checkpoint(self) -> None:
         # Before verl's files, so that a complete checkpoint always has its cut.

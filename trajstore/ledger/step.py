@@ -68,8 +68,6 @@ def _stored(name: str) -> np.dtype[Any]:
 
 _ALWAYS_KNOWN = ("trajectory", "row", "version", "replayed")
 
-_PLACE = np.int32
-
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
@@ -84,8 +82,7 @@ class TrainedStep:
         loss: loss terms by name.
         data: data set identity and position, JSON values.
         seeds: seeds by name, JSON values.
-        options: of advantages, loss and policy, by which the step can be recomputed; JSON values, empty if unknown.
-        updates: the rows of each loss computation, in order; empty if unknown.
+        options: of padding, advantages and weights, by which the batch can be rebuilt; JSON values, empty if unknown.
         unknown: columns without values: not written, and read as 0 here and NaN in :meth:`LedgerContents.table`.
         config: the trainer's whole configuration, JSON values without credentials; empty if unknown. Written where it
             differs from that of the step before, and read into every step.
@@ -100,7 +97,6 @@ class TrainedStep:
     data: Mapping[str, Any] = field(default_factory=dict)
     seeds: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    updates: Sequence[Sequence[int]] = ()
     unknown: Sequence[str] = UNKNOWN
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -127,9 +123,6 @@ class TrainedStep:
                 f"step {self.step}: row {row} of rollout {rollout} is there twice; rollout k of the batch has "
                 "the trajectory -1 - k if it is in no store"
             )
-        trained = [row for update in self.updates for row in update]
-        if not all(0 <= row < len(self.rows) for row in trained):
-            raise ConfigurationError(f"step {self.step}: updates must have numbers of its {len(self.rows)} rows")
         for name in ("policy_before", "policy_after"):
             whole_or_none(f"step {self.step}: {name}", getattr(self, name), -INT64_MAX)
         names = ("policy_before", "policy_after", "data", "seeds", "options", "config")
@@ -160,7 +153,6 @@ class TrainedStep:
             "data": dict(self.data),
             "seeds": dict(self.seeds),
             "options": dict(self.options),
-            "updates": [array_to_json(np.array(update, _PLACE)) for update in self.updates],
             "rows": {name: array_to_json(self.rows[name].view(_stored(name))) for name in names},
         }
 
@@ -192,7 +184,6 @@ class TrainedStep:
                 data=record["data"],
                 seeds=record["seeds"],
                 options=record.get("options", {}),
-                updates=tuple(tuple(array_from_json(update, _PLACE).tolist()) for update in record.get("updates", ())),
                 unknown=tuple(name for name in ROW.names or () if name not in columns),
                 config=record.get("config", {}),
             )
