@@ -2,7 +2,6 @@
 
 from trajstore._core.buffer.sampling import Batch
 from trajstore._core.feeding.datasets import PreloadReplayBufferDataset, ReplayBufferDataset, replay_buffer_collate_fn
-from trajstore._core.feeding.limiter import RateLimiter
 from trajstore._core.feeding.loader import LoadedBatch, ReplayLoader, TokenLoader
 from trajstore._core.feeding.options import BatchOptions, LoaderOptions, TokenOptions
 from trajstore._core.feeding.packing import lay_out
@@ -14,7 +13,6 @@ __all__ = [
     "LoadedBatch",
     "LoaderOptions",
     "PreloadReplayBufferDataset",
-    "RateLimiter",
     "ReplayBufferDataset",
     "ReplayLoader",
     "Share",

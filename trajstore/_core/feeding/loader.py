@@ -19,7 +19,6 @@ from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.buffer.sampling import Batch
 from trajstore._core.feeding.belonging import warn_of
-from trajstore._core.feeding.limiter import counters_in
 from trajstore._core.feeding.memory import Memory, Ready, memory_for
 from trajstore._core.feeding.options import BatchOptions, LoaderOptions, Replay, TokenOptions, device_of
 from trajstore._core.feeding.prefetch import Prefetcher
@@ -56,12 +55,6 @@ class Loader(IterableDataset[T], Closing, Generic[T]):
             raise ConfigurationError(
                 "rank: each rank draws the same batches by itself, but training would change its priorities "
                 "differently; use a sampler without priorities, or a store for each rank (stores='per_rank')"
-            )
-        self._limiter = options.get("limiter")
-        if self._limiter is not None and rank[1] > 1 and stores == "shared":
-            raise ConfigurationError(
-                "rank: ranks on one store need a store without concurrent additions, so limiter= has no effect; pass it"
-                " with stores='per_rank'"
             )
         self._source = source
         self._records = any(ledger is not None for ledger in source.ledgers)
@@ -174,17 +167,12 @@ class Loader(IterableDataset[T], Closing, Generic[T]):
                 " the training process"
             )
         waits = source.grows and worker is None  # nothing adds or refreshes in a worker
-        if self._limiter is not None and not waits:
-            raise ConfigurationError(
-                "limiter: no rows can be added here, in a DataLoader worker or for a pinned store, so the loader would "
-                "wait forever; iterate it in the process that adds rows"
-            )
-        return Prefetcher(source, make, self._prefetch, waits=waits, limiter=self._limiter)
+        return Prefetcher(source, make, self._prefetch, waits=waits)
 
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch returned: generators, samplers, limiter, rows of batches under way.
+        """Return the state after the last batch returned: generators, samplers, rows of batches under way.
 
         Plain containers, numbers and tensors, readable by ``torch.load`` with ``weights_only=True``.
 
@@ -196,11 +184,10 @@ class Loader(IterableDataset[T], Closing, Generic[T]):
             state = {**running.state_dict(), "ranks": self._ranks}
             # Only workers count, each from the start: the first worker has the first batch.
             return state if get_worker_info() is not None else {**state, "handed_out": 0}
-        limiter = None if self._limiter is None else self._limiter.state_dict()
         if self._state is not None:
-            return {**self._state, "limiter": limiter}
+            return dict(self._state)
         begun = {"source": self._source.state_dict(), "under_way": [], "handed_out": 0, "batches": 0, "redrawn": 0}
-        return {**begun, "limiter": limiter, "ranks": self._ranks}
+        return {**begun, "ranks": self._ranks}
 
     def load_state_dict(self, state: Mapping[str, Any], *, changed: bool = False) -> None:
         """Continue after the batch at which a state was saved, with any number of ranks.
@@ -220,7 +207,7 @@ class Loader(IterableDataset[T], Closing, Generic[T]):
                 another rank. Nothing was changed.
         """
         counts = ("handed_out", "batches", "redrawn")
-        check_state(state, ("source", "under_way", *counts, "limiter", "ranks"), only=True)
+        check_state(state, ("source", "under_way", *counts, "ranks"), only=True)
         for name in counts:
             whole_in(state, name)
         if state["ranks"] != self._ranks:
@@ -229,14 +216,8 @@ class Loader(IterableDataset[T], Closing, Generic[T]):
                 "store can load each other's state; with a store per rank, only the same rank of as many"
             )
         check_state(state["source"], ())
-        limiter = None if state["limiter"] is None else counters_in(state["limiter"])
         if truth("changed", changed):
             state = {**state, "source": self._source.changed(state["source"])}
-        elif (limiter is None) != (self._limiter is None):
-            raise ConfigurationError(
-                f"state: is of a loader {'without' if limiter is None else 'with'} limiter=, unlike this one; "
-                "load_state_dict(state, changed=True) loads it anyway"
-            )
         differences = self._source.check(state["source"])
         for rows in state["under_way"]:
             self._source.check_rows(rows)
@@ -244,22 +225,19 @@ class Loader(IterableDataset[T], Closing, Generic[T]):
         self._end()
         self._running = None
         self._state = state
-        if self._limiter is not None and limiter is not None:
-            self._limiter.load_state_dict(state["limiter"])  # now, because rows may be added before the next draw
         self._workers.restart()
 
     def figures(self) -> dict[str, float]:
         """Return flat numbers for metrics.
 
         ``batches_ready``: number of prefetched batches. ``batches_redrawn``: number of batches redrawn because a
-        trajectory was evicted before it was read; only the first is logged. The source and the limiter add more.
+        trajectory was evicted before it was read; only the first is logged. The source adds more.
         """
         running = self._running
         return {
             "batches_ready": 0.0 if running is None else float(running.ready),
             "batches_redrawn": 0.0 if running is None else float(running.redrawn),
             **self._source.figures(),
-            **({} if self._limiter is None else self._limiter.figures()),
         }
 
     # -- the end ----------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from trajstore._core.base.arguments import (
 )
 from trajstore._core.buffer.sequences import Rows
 from trajstore._core.columns.limits import shown
-from trajstore._core.feeding.limiter import RateLimiter
 from trajstore._core.sampling.base import Drawn, Ids, Sampler, Unit
 from trajstore.errors import ConfigurationError
 
@@ -101,7 +100,6 @@ class LoaderOptions(TypedDict, total=False):
             rank draws its part of ``batch_size`` from its own store (``"shared"``).
         ledger: a :class:`trajstore.ledger.Ledger` that records the rows of each batch before ``next`` returns it; one
             for each rank. See ``Loader.policy_version``.
-        limiter: limits how many rows are drawn for each added row; the loader waits until its next draw is allowed.
         prefetch: number of batches kept ready (4).
         device: target device of batches; CUDA uses pinned memory and a separate stream (CPU).
         timeout: seconds until ``next`` raises TimeoutError; None = wait forever.
@@ -115,7 +113,6 @@ class LoaderOptions(TypedDict, total=False):
     rank: tuple[int, int]
     stores: Stores
     ledger: RowLedger | None
-    limiter: RateLimiter | None
     prefetch: int
     device: torch.device | str | None
     timeout: float | None
@@ -216,7 +213,6 @@ _AT_LEAST_0, _AT_LEAST_1 = partial(whole, least=0), partial(whole, least=1)
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "sampler": _SAMPLER,
     "ledger": partial(check_kind, kind=RowLedger, wanted="a trajstore.ledger.Ledger"),
-    "limiter": partial(check_kind, kind=RateLimiter, wanted="a RateLimiter(samples_per_insert, tolerance)"),
     "min_size": _AT_LEAST_0,
     **dict.fromkeys(("prefetch", "batch_size"), _AT_LEAST_1),
     "pad_id": partial(whole, least=-(1 << 63)),

@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 
 from trajstore._core.base import exits, locks
 from trajstore._core.base.interrupts import start_thread
-from trajstore._core.feeding.limiter import RateLimiter
 from trajstore._core.feeding.source import Parts, Source
 from trajstore.errors import EmptyBufferError, EpochsEndedError, StoreClosedError, TrajectoryUnavailableError
 
@@ -57,23 +56,13 @@ class Prefetcher(Generic[T]):
         make: reads a drawn batch, given its sequence number, and returns it.
         depth: maximum batches under way.
         waits: whether to wait for more trajectories once a sampler is exhausted, instead of raising.
-        limiter: asked before each draw; counts the rows drawn.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        make: Callable[[Parts, int], T],
-        depth: int,
-        *,
-        waits: bool = True,
-        limiter: RateLimiter | None = None,
-    ) -> None:
+    def __init__(self, source: Source, make: Callable[[Parts, int], T], depth: int, *, waits: bool = True) -> None:
         self._source = source
         self._make = make
         self._depth = depth
         self._waits = waits
-        self._limiter = limiter
         self._waits_for = _NOT_FILLED
         self._changed = locks.condition("Prefetcher._changed")
         self._resumed: deque[Parts] = deque()
@@ -207,7 +196,6 @@ class Prefetcher(Generic[T]):
                 "handed_out": self._handed_out,
                 "batches": self._batches,
                 "redrawn": self.redrawn,
-                "limiter": None if self._limiter is None else self._limiter.state_dict(),
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -280,12 +268,10 @@ class Prefetcher(Generic[T]):
                     if not self._waits:
                         raise EmptyBufferError(f"{few}, and a DataLoader worker gets no more; fill the buffer before")
                     self._waits_for = f"{_NOT_FILLED} {few}."
-                elif self._may_draw():
+                else:
                     try:
                         self._making = self._source.draw()
                         self._waits_for = _NOT_FILLED
-                        if self._limiter is not None:
-                            self._limiter.drew(self._source.size(self._making))
                         return self._making
                     except EpochsEndedError:
                         raise
@@ -296,12 +282,6 @@ class Prefetcher(Generic[T]):
                             self._waits_for = f"{error}; more can be drawn once trajectories are added."
                             pause = min(2 * pause, _LONGEST)  # a sampler may search all trajectories in vain
                 self._changed.wait(pause)
-
-    def _may_draw(self) -> bool:
-        """Return whether the limiter allows a draw; if not, waiting consumers get its reason."""
-        reason = None if self._limiter is None else self._limiter.reason_to_wait()
-        self._waits_for = reason or self._waits_for
-        return reason is None
 
     def _has_room(self) -> bool:
         return len(self._made) < self._depth

@@ -181,10 +181,6 @@ class Source(ABC):
     def rows(self, drawn: Parts) -> int:
         """Return the number of rows in this rank's part of a batch."""
 
-    @abstractmethod
-    def size(self, drawn: Parts) -> int:
-        """Return the number of rows of the first buffer in a global batch."""
-
     def figures(self) -> dict[str, float]:
         """Return flat numbers for metrics."""
         return {}
@@ -415,9 +411,6 @@ class BatchSource(Source):
 
     def rows(self, drawn: Parts) -> int:
         return sum(map(len, self.part(drawn)))
-
-    def size(self, drawn: Parts) -> int:
-        return len(drawn[0])
 
     def part(self, drawn: Parts) -> Parts:
         """Return this rank's part of a global batch: equally many rows per rank, with its share of each buffer."""

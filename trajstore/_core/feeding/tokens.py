@@ -180,9 +180,6 @@ class TokenSource(Source):
     def rows(self, drawn: Parts) -> int:
         return len(self.part(drawn))
 
-    def size(self, drawn: Parts) -> int:
-        return sum(map(len, drawn))
-
     def part(self, drawn: Parts) -> Parts:
         low, high = (len(drawn) * number // self._rank[1] for number in (self._rank[0], self._rank[0] + 1))
         return drawn[low:high]
