@@ -457,8 +457,8 @@ def _is_of_verl(inputs: StepInputs) -> bool:
 def _ratios(inputs: StepInputs) -> Check:
     """Check that ratios are finite; those of verl are from before its first update, so 1 in fresh rows."""
     rows, of_verl = inputs.step.rows, _is_of_verl(inputs)
-    if _correction(inputs).get("bypass_mode"):
-        return Check("ratios", 0, left_out="the trainer's policy made no pass before the update (bypass_mode)")
+    if "ratio" in inputs.step.unknown:
+        return Check("ratios", 0, left_out="the ledger does not have them")
     problems = _first("has no finite importance ratio", torch.from_numpy(~np.isfinite(rows["ratio"])))
     if of_verl:
         wanted = np.where(rows["replayed"] == 0, 1.0, rows["ratio"])

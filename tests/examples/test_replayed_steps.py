@@ -161,10 +161,11 @@ def test_each_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     for options, problems in (
         ({}, ()),
         ({"policy": {"trainer": "verl"}}, ("ratios: row 1: ratio is 1.0, the ledger has 1.5",)),
-        ({"policy": {"trainer": "verl"}, "rollout_correction": {"bypass_mode": True}}, ()),
     ):
         of_step = replace(inputs.step, rows=rows, options={**inputs.step.options, **options})
         assert recompute(replace(inputs, step=of_step)).problems == problems
+    unknown = replace(inputs.step, unknown=(*inputs.step.unknown, "ratio"))
+    assert recompute(replace(inputs, step=unknown)).checks[-1].left_out == "the ledger does not have them"
 
 
 def test_steps_that_cannot_be_rebuilt_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,8 @@ TOKENS = ("prompts", "responses")
 WEIGHTS = "rollout_is_weights"
 """Optional column: the weights of verl's rollout correction."""
 
-CORRECTION = ("rollout_is", "rollout_rs", "bypass_mode")
-"""Options of verl's rollout correction that change a row's mask, weight or ratio."""
+CORRECTION = ("rollout_is", "rollout_rs")
+"""Options of verl's rollout correction that change a row's mask or weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +125,7 @@ def options_of(config: Any, pad_token_id: int, *, drops_negative: bool, recorded
             "drop_negative_off_policy": drops_negative,
         },
         "recorded_log_probs": recorded_log_probs,
-        "rollout_correction": {
-            name: True if correction[name] is True else str(correction[name])
-            for name in CORRECTION
-            if correction.get(name)
-        },
+        "rollout_correction": {name: str(correction[name]) for name in CORRECTION if correction.get(name)},
         "policy": {"trainer": "verl"},
     }
 
