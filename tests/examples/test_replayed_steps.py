@@ -45,7 +45,7 @@ def train(trainer: ReferenceTrainer, folder: Path, until: int) -> dict[int, tupl
     ("config", "steps"),
     [
         (HOUSEHOLD, 4),
-        pytest.param(SORT, 12, marks=pytest.mark.campaign),
+        pytest.param(replace(SORT, steps=12), 12, marks=pytest.mark.campaign),
         pytest.param(replace(HOUSEHOLD, rows="turns", row_weight="rollout"), 8, marks=pytest.mark.campaign),
     ],
     ids=["household", "sort", "turns"],
