@@ -371,4 +371,7 @@ def test_a_state_with_other_keys_or_counts_is_refused(kind: str) -> None:
     for wrong in (state | {"note": 1}, state | {"source": state["source"] | {"note": 1}}):
         with pytest.raises(ConfigurationError, match="state: unknown keys 'note'"):
             loader.load_state_dict(wrong)
+    loader.load_state_dict(state | {"limiter": None})  # as all loaders without a rate limiter once recorded
+    with pytest.raises(ConfigurationError, match="state: unknown keys 'limiter'"):
+        loader.load_state_dict(state | {"limiter": {"added": 1, "drawn": 0, "balance": 0.0}})
     loader.load_state_dict(state)
