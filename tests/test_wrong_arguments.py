@@ -194,7 +194,7 @@ CALLS: list[tuple[str, str, Call, str]] = [
     ("sampler_of", "sampler", lambda b, v: sampler_of(v), ""),
     ("annotate", "who", lambda b, v: annotate(b, [], {}, who=v), f"None {NAMES}"),
     ("Ledger", "path", lambda _, v: Ledger(v).close(), NAMES),
-    ("convert_to", "where", lambda b, v: convert_to(b._path, "new", "minari", where=v), f"None {NAMES}"),
+    ("convert_to", "where", lambda b, v: convert_to(b._path, "new", "lerobot", where=v), f"None {NAMES}"),
     ("convert_to", "pin", lambda b, v: convert_to(b._path, "new", "jsonl", pin=v), f"None {NAMES}"),
     ("sampler_of", "sampler", lambda b, v: sampler_of({"name": v}), ""),
     ("sampler_of", "recency", lambda b, v: sampler_of({"name": "weighted", "recency": v}), ""),

@@ -146,7 +146,7 @@ def test_a_command_that_was_killed_completes(stores: Path, tmp_path: Path, name:
         *(
             pytest.param(f"{direction} {form}", marks=pytest.mark.campaign)
             for direction in ("to", "from")
-            for form in ("parquet", "verl", "minari", "lerobot")
+            for form in ("parquet", "verl", "lerobot")
         ),
     ],
 )
@@ -164,7 +164,7 @@ def test_a_conversion_that_was_killed_is_whole_when_it_is_run_again(
         ends = torch.ones(12, 1, 1, dtype=torch.bool)
         seen: dict[str, Any] = {"curr_obs": {"x": steps}, "next_obs": {"x": steps + 1}}
         episodes = Trajectory(actions=steps, rewards=steps, terminations=ends, truncations=~ends, **seen)
-        store.add_trajectories([episodes] if name in ("minari", "lerobot") else rollouts)
+        store.add_trajectories([episodes] if name == "lerobot" else rollouts)
     words, draw = ("convert", str(tmp_path / "store"), "out", "--to", name, "--check"), random.Random(form)
     if direction == "from":
         monkeypatch.setattr(convert, "_PORTION_ITEMS", 4)

@@ -1,4 +1,4 @@
-"""What a conversion reads: names taken literally, and files that a folder lists."""
+"""What a conversion reads: names taken literally, files that a folder lists, values that Python would cut."""
 
 from __future__ import annotations
 
@@ -32,6 +32,39 @@ def rows(*texts: str) -> Any:
 
 def prompts_of(path: Path) -> list[str]:
     return [rollout.messages[0]["content"] for rollout in read_all(path) if isinstance(rollout, AgentTrajectory)]
+
+
+def test_nanoseconds_are_kept_and_years_after_9999_are_named(tmp_path: Path) -> None:
+    counts = pa.array([0, 1_700_000_000_123_456_000, -1, 1_700_000_000_123_456_789, 5], pa.int64())
+    times = counts.cast(pa.timestamp("ns"))
+    columns = {
+        "prompt": ["a"] * 5,
+        "completion": ["b"] * 5,
+        "utc": times,
+        "there": times.cast(pa.timestamp("ns", "Asia/Kolkata")),
+        "took": counts.cast(pa.duration("ns")),
+        "day": pa.array([0, 1_000, 1_001, 86_399_999_999_999, 5], pa.time64("ns")),
+        "lists": pa.array([[value] for value in counts.to_pylist()], pa.list_(pa.timestamp("ns"))),
+        "parts": pa.array([{"at": value} for value in counts.to_pylist()], pa.struct([("at", pa.timestamp("ns"))])),
+        "map": pa.array([[("at", value)] for value in counts.to_pylist()], pa.map_(pa.string(), pa.timestamp("ns"))),
+        "far": pa.array([0, 0, 0, 0, 10**18], pa.timestamp("us")),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    done = convert_from(tmp_path / "a.parquet", tmp_path / "out", "trl", check=True)
+    assert (done.checked, list(done.problems)) == (4, ["a.parquet: row 4"])
+    assert "year 33658 is out of range" in done.problems["a.parquet: row 4"]
+    found = [one.metadata for one in read_all(tmp_path / "out") if isinstance(one, AgentTrajectory)]
+    expected = ["1970-01-01 00:00:00", "2023-11-14 22:13:20.123456", "1969-12-31 23:59:59.999999999"]
+    expected.append("2023-11-14 22:13:20.123456789")
+    assert [one["utc"] for one in found] == expected
+    assert [one["lists"] for one in found] == [[time] for time in expected]
+    assert [one["parts"] for one in found] == [one["map"] for one in found] == [{"at": time} for time in expected]
+    assert [one["there"] for one in found][2:] == [
+        "1970-01-01 05:29:59.999999999+05:30",
+        "2023-11-15 03:43:20.123456789+05:30",
+    ]
+    assert [one["took"] for one in found][2:] == ["-1 day, 23:59:59.999999999", "19675 days, 22:13:20.123456789"]
+    assert [one["day"] for one in found] == ["00:00:00", "00:00:00.000001", "00:00:00.000001001", "23:59:59.999999999"]
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -104,10 +137,9 @@ def test_two_prompts_of_verl_never_share_a_task(tmp_path: Path, caplog: pytest.L
 
 def test_a_store_of_the_other_kind_is_refused(tmp_path: Path) -> None:
     store = stored(tmp_path / "store", [rollout("a")])
-    for form in ("minari", "lerobot"):
-        with pytest.raises(ConfigurationError, match="takes episodes; there are only rollouts"):
-            convert_to(store, tmp_path / form, form)
-        assert not (tmp_path / form).exists()
+    with pytest.raises(ConfigurationError, match="takes episodes; there are only rollouts"):
+        convert_to(store, tmp_path / "set", "lerobot")
+    assert not (tmp_path / "set").exists()
 
 
 def test_a_difference_that_the_check_finds_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +172,12 @@ def test_nan_loses_no_row_and_large_integers_are_not_rounded(tmp_path: Path, for
 
 
 def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "set" / "data").mkdir(parents=True)
-    (tmp_path / "set" / "data" / "metadata.json").write_text("{}")
+    (tmp_path / "set" / "meta").mkdir(parents=True)
+    (tmp_path / "set" / "meta" / "info.json").write_text("{}")
 
     def denied(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "read_bytes", denied)
-    with pytest.raises(PermissionError, match=r"metadata\.json"):
-        convert_from(tmp_path / "set", tmp_path / "store", "minari")
+    with pytest.raises(PermissionError, match=r"info\.json"):
+        convert_from(tmp_path / "set", tmp_path / "store", "lerobot")

@@ -57,7 +57,7 @@ from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 _MODULES = {
     **{"jsonl": "rollouts", "parquet": "rollouts", "chat": "chats", "trl": "chats", "verl": "chats"},
     **{"dpo": "chats", "kto": "chats"},
-    **{"minari": "minari", "lerobot": "lerobot", "verifiers": "verifiers"},
+    **{"lerobot": "lerobot", "verifiers": "verifiers"},
 }
 
 FORMATS = tuple(_MODULES)

@@ -14,13 +14,9 @@ import torch
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, VALID, axis_of
 from trajstore._core.columns.schema import Schema
-from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.interop.formats import logger
 from trajstore.interop.rlinf.trajectory import each_tensor, steps_of, without_extra
-from trajstore.trajectory import Trajectory, get_model_weights_id
-
-UNKNOWN_WEIGHTS = get_model_weights_id(torch.zeros(1))
-"""``model_weights_id`` of steps without versions, as of :class:`trajstore.EmbodiedRolloutResult`."""
+from trajstore.trajectory import Trajectory
 
 _OF_BLOCKS = ("max_episode_length", "model_weights_id", "notes")
 """Fields of which a joined episode has those of its first part."""
@@ -275,55 +271,3 @@ def _part(
     for name in DICT_FIELDS:
         setattr(part, name, each_tensor(getattr(trajectory, name), (name,), rows))
     return part
-
-
-def arrays_of(value: Any, name: str) -> Any:
-    """Return tensors ``[rows, 1, ...]`` of one environment as arrays ``[rows, ...]``, in the same nested dicts.
-
-    Lists of texts are kept.
-
-    Raises:
-        InvalidTrajectoryError: a value has no rows, or a type that files of other programs lack; names it.
-    """
-    if isinstance(value, Mapping):
-        return {key: arrays_of(item, f"{name}.{key}") for key, item in value.items()}
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return value
-    if not isinstance(value, torch.Tensor) or value.dim() < 2:
-        raise InvalidTrajectoryError(f"{name}: has no row for each step")
-    if value.dtype == torch.bfloat16 or value.is_complex():
-        raise InvalidTrajectoryError(f"{name}: files of this format have no type {str(value.dtype)[6:]}; use float32")
-    return value[:, 0].numpy()
-
-
-def leaves(value: Any, separator: str, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested dicts with their paths."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from leaves(item, separator, f"{path}{separator}{name}" if path else name)
-    else:
-        yield path, value
-
-
-def images_as(name: str, images: Any, shape: Sequence[int], first: bool = False) -> Any:
-    """Return decoded images with the axes of a declared shape.
-
-    Args:
-        name: of the values, for errors.
-        images: ``[rows, height, width, channels]``.
-        shape: ``[height, width, channels]``, ``[channels, height, width]``, or ``[height, width]`` of gray ones.
-            One channel may be declared where three have equal values, as in videos of gray images.
-        first: channels are first if both orders fit.
-
-    Raises:
-        CorruptStoreError: the images have another size or number of channels.
-    """
-    last, wanted = images, tuple(shape)
-    if 1 in (wanted[0], wanted[-1]) or len(wanted) == 2:
-        last = images[..., :1] if bool((images == images[..., :1]).all()) else images
-    orders = [last, np.moveaxis(last, -1, 1)]
-    for found in [*(reversed(orders) if first else orders), last[..., 0]]:
-        if found.shape[1:] == wanted:
-            return np.ascontiguousarray(found)
-    height, width, channels = images.shape[1:]
-    raise CorruptStoreError(f"{name}: images of {height} x {width} and {channels} channels; declared: {list(shape)}")

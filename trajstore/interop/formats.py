@@ -122,20 +122,20 @@ class Selection:
     items: Callable[[], Iterable[Item]]
 
 
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError, RuntimeError)
-"""What torch, NumPy, h5py and other programs raise for files of another content than declared."""
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError, RuntimeError)
+"""What torch, NumPy and other programs raise for files of another content than declared."""
 
 
 @contextmanager
 def unreadable(what: str, *more: type[Exception], kind: type[TrajstoreError] = CorruptStoreError) -> Iterator[None]:
-    """Raise :data:`UNREADABLE` and ``more`` errors of a block or, as a decorator, of a function as one of this kind.
+    """Raise :data:`_UNREADABLE` and ``more`` errors of a block or, as a decorator, of a function as one of this kind.
 
     Args:
         what: beginning of the message, followed by the error.
         more: further errors.
         kind: of the error that is raised; those of trajstore, and a PermissionError, are raised as they are.
     """
-    errors: tuple[type[Exception], ...] = (*UNREADABLE, *more)
+    errors: tuple[type[Exception], ...] = (*_UNREADABLE, *more)
     try:
         yield
     except (TrajstoreError, PermissionError):
@@ -256,37 +256,6 @@ def damaged(key: str, reason: str, done: int) -> Item:
         raise ConfigurationError(reason)
 
     return Item(key, load, done)
-
-
-def numbered(known: Iterable[int], count: int, load: Callable[[int], AnyTrajectory]) -> Source:
-    """Return episodes that have numbers; numbers without an episode are damaged items.
-
-    Args:
-        known: numbers of the episodes.
-        count: how many the data set's own metadata counts.
-        load: returns an episode by its number.
-    """
-    numbers = sorted(known)
-    end = max(count, numbers[-1] + 1 if numbers else 0)
-
-    def items() -> Iterator[Item]:
-        begin = 0
-        for number in [*numbers, end]:
-            if number > begin:
-                key = f"episode {begin}" if number == begin + 1 else f"episodes {begin} to {number - 1}"
-                yield damaged(key, "missing, though the metadata or the numbers of the others count it", number)
-            if number < end:
-                yield Item(f"episode {number}", lambda number=number: load(number), number + 1)  # type: ignore[misc]
-            begin = number + 1
-
-    return Source(items(), end)
-
-
-def warn_if_counts_differ(path: Path, unit: str, counts: Mapping[str, tuple[int, Any]]) -> None:
-    """Log a warning if the places in a data set count different numbers of episodes, or of their rows."""
-    if len(set(counts.values())) > 1:
-        each = [f"{place} {episodes:,} with {rows} {unit}" for place, (episodes, rows) in counts.items()]
-        logger.warning("%s: numbers of episodes differ: %s", path, "; ".join(each))
 
 
 def files_below(folder: Path, suffix: str) -> list[Path]:

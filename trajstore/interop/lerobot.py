@@ -6,7 +6,7 @@ Images are written as PNG in the Parquet files; videos are read with PyAV.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
 from itertools import accumulate, chain
@@ -18,23 +18,24 @@ import orjson
 import torch
 
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, StoreNotFoundError, listed
-from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, images_as, leaves
 from trajstore.interop.formats import (
-    UNREADABLE,
     Format,
+    Item,
     Source,
     Writer,
     append_durably,
+    damaged,
     files_below,
     logger,
-    numbered,
     optional,
     pyarrow_modules,
     unreadable,
-    warn_if_counts_differ,
 )
 from trajstore.query.engine import pl
-from trajstore.trajectory import Trajectory
+from trajstore.trajectory import Trajectory, get_model_weights_id
+
+_UNKNOWN_WEIGHTS = get_model_weights_id(torch.zeros(1))
+"""``model_weights_id`` of steps without versions, as of :class:`trajstore.EmbodiedRolloutResult`."""
 
 _FPS = 30.0
 """Frames a second of episodes that do not have ``forward_inputs["fps"]``."""
@@ -83,23 +84,21 @@ class _Writer(Writer):
         task = seen.pop("task", "")
         if not seen or trajectory.actions is None:
             raise InvalidTrajectoryError("has no curr_obs or no actions, which this format needs")
-        values = {"action": arrays_of(trajectory.actions, "actions")}
+        values = {"action": _array("actions", trajectory.actions)}
         steps = len(values["action"])
         tasks = [task] * steps if isinstance(task, str) else task
         if not (isinstance(tasks, list) and len(tasks) == steps and all(isinstance(text, str) for text in tasks)):
             raise InvalidTrajectoryError(f"curr_obs.task: {task!r}, must be a text, or one for each of {steps} steps")
         renamed = "states" in seen and "state" not in seen
-        for name, value in leaves(arrays_of(seen, "curr_obs"), "."):
-            if isinstance(value, list):
-                raise InvalidTrajectoryError(f"curr_obs.{name}: this format has no texts, except of curr_obs.task")
+        for name, value in _leaves(seen):
             feature = f"observation.{'state' if renamed and name == 'states' else name}"
             if feature in values or "/" in feature:
                 why = "is in two observations" if feature in values else "has a slash, which LeRobot refuses"
                 raise InvalidTrajectoryError(f"curr_obs.{name}: the feature's name {feature!r} {why}; rename it")
-            values[feature] = value
+            values[feature] = _array(f"curr_obs.{name}", value)
         for feature, name in _FLAGS.items():
             if (flags := getattr(trajectory, name)) is not None and not bool(flags.isnan().all()):
-                values[feature] = arrays_of(flags, name)[-steps:]
+                values[feature] = _array(name, flags)[-steps:]
         features = {name: _feature(value) for name, value in values.items()}
         shapes = {"features": features, "scalars": [name for name, value in values.items() if value.ndim == 1]}
         given = trajectory.forward_inputs.get("fps")
@@ -200,6 +199,28 @@ _PANDAS = orjson.dumps(
     }
 ).decode()
 """Says to pandas that the tasks are the index of ``tasks.parquet``, where LeRobot looks for them."""
+
+
+def _leaves(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested dicts with their dotted names."""
+    for name, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _leaves(item, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", item
+
+
+def _array(name: str, value: Any) -> Any:
+    """Return a tensor ``[rows, 1, ...]`` of one environment as an array ``[rows, ...]``.
+
+    Raises:
+        InvalidTrajectoryError: it is no tensor with rows, or of a type that these files lack; names it.
+    """
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        raise InvalidTrajectoryError(f"{name}: has no numbers for each step; texts have a place in curr_obs.task alone")
+    if value.dtype == torch.bfloat16 or value.is_complex():
+        raise InvalidTrajectoryError(f"{name}: files of this format have no type {str(value.dtype)[6:]}; use float32")
+    return value[:, 0].numpy()
 
 
 def _frame_rate(value: Any) -> float:
@@ -318,31 +339,54 @@ def _read(path: Path) -> Source:
         except (OSError, pl.exceptions.PolarsError) as error:
             failed.append(f"{file.relative_to(path)}: {error}")
     counts[folder.name] = (len(files), total)
-    warn_if_counts_differ(path, "frames", counts)
+    if len(set(counts.values())) > 1:
+        each = [f"{place} {episodes:,} with {frames} frames" for place, (episodes, frames) in counts.items()]
+        logger.warning("%s: numbers of episodes differ: %s", path, "; ".join(each))
+    also = f"; unreadable: {listed(failed)}" if failed else ""
 
+    @unreadable(f"is no episode of LeRobot{also}", pl.exceptions.PolarsError)
     def episode(number: int) -> Trajectory:
         if number not in rows:
             raise CorruptStoreError(f"is in {folder.name}/, but not in meta/episodes")
-        try:
-            parts = [_frames(file, numbers_in(file), number) for file in files.get(number, [])]
-            frames = pl.concat(parts).sort("frame_index")
-            if frames["frame_index"].to_list() != list(range(rows[number]["length"])):
-                raise CorruptStoreError(
-                    f"has {len(frames)} frames, must have those from 0 to {rows[number]['length'] - 1}, once each"
-                )
-            values = {
-                name: _values(path, info, name, feature, rows[number], frames)
-                for name, feature in info["features"].items()
-            }
-            if unknown := set(frames["task_index"]) - texts.keys():
-                raise CorruptStoreError(f"task_index: {unknown} is not in meta/tasks.parquet")
-            tasks = [texts[task] for task in frames["task_index"]]
-            return _trajectory(info, values, tasks, bool(rows[number].get(_BY_STEP)))
-        except (*UNREADABLE, pl.exceptions.PolarsError) as error:
-            also = f"; unreadable: {listed(failed)}" if failed else ""
-            raise CorruptStoreError(f"is no episode of LeRobot: {error!r}{also}") from error
+        parts = [_frames(file, numbers_in(file), number) for file in files.get(number, [])]
+        frames = pl.concat(parts).sort("frame_index")
+        if frames["frame_index"].to_list() != list(range(rows[number]["length"])):
+            raise CorruptStoreError(
+                f"has {len(frames)} frames, must have those from 0 to {rows[number]['length'] - 1}, once each"
+            )
+        values = {
+            name: _values(path, info, name, feature, rows[number], frames) for name, feature in info["features"].items()
+        }
+        if unknown := set(frames["task_index"]) - texts.keys():
+            raise CorruptStoreError(f"task_index: {unknown} is not in meta/tasks.parquet")
+        tasks = [texts[task] for task in frames["task_index"]]
+        return _trajectory(info, values, tasks, bool(rows[number].get(_BY_STEP)))
 
-    return numbered({*rows, *files}, count, episode)
+    return _numbered({*rows, *files}, count, episode)
+
+
+def _numbered(known: Iterable[int], count: int, load: Callable[[int], Trajectory]) -> Source:
+    """Return episodes that have numbers; numbers without an episode are damaged items.
+
+    Args:
+        known: numbers of the episodes.
+        count: how many the data set's own metadata counts.
+        load: returns an episode by its number.
+    """
+    numbers = sorted(known)
+    end = max(count, numbers[-1] + 1 if numbers else 0)
+
+    def items() -> Iterator[Item]:
+        begin = 0
+        for number in [*numbers, end]:
+            if number > begin:
+                key = f"episode {begin}" if number == begin + 1 else f"episodes {begin} to {number - 1}"
+                yield damaged(key, "missing, though the metadata or the numbers of the others count it", number)
+            if number < end:
+                yield Item(f"episode {number}", lambda number=number: load(number), number + 1)  # type: ignore[misc]
+            begin = number + 1
+
+    return Source(items(), end)
 
 
 def _frames(file: Path, numbers: Any, number: int) -> Any:
@@ -391,7 +435,7 @@ def _trajectory(info: Mapping[str, Any], values: Mapping[str, Any], tasks: Seque
         fields["dones"] = torch.arange(1, len(tasks) + 1)[:, None, None] == len(tasks)
     task = tasks[0] if len(set(tasks)) == 1 and not by_step else tasks
     return Trajectory(
-        model_weights_id=UNKNOWN_WEIGHTS,
+        model_weights_id=_UNKNOWN_WEIGHTS,
         curr_obs=seen | ({"task": task} if task else {}),
         forward_inputs=inputs,
         **fields,
@@ -416,7 +460,7 @@ def _values(
         images = None
     if images is not None:
         names = feature.get("names") or [""]
-        return images_as(name, images, feature["shape"], str(names[0]).startswith("channel"))
+        return _images_as(name, images, feature["shape"], str(names[0]).startswith("channel"))
     values = frames[name].to_list()
     if feature["dtype"] == "string":
         return values
@@ -424,6 +468,30 @@ def _values(
     if value.shape != shape and (value.shape, shape[1:]) != (shape[:1], (1,)):
         raise CorruptStoreError(f"{name}: rows of shape {list(value.shape[1:])}, info.json declares {feature['shape']}")
     return value.reshape(shape)  # one number as [1]
+
+
+def _images_as(name: str, images: Any, shape: Sequence[int], first: bool = False) -> Any:
+    """Return decoded images with the axes of a declared shape.
+
+    Args:
+        name: of the values, for errors.
+        images: ``[rows, height, width, channels]``.
+        shape: ``[height, width, channels]``, ``[channels, height, width]``, or ``[height, width]`` of gray ones.
+            One channel may be declared where three have equal values, as in videos of gray images.
+        first: channels are first if both orders fit.
+
+    Raises:
+        CorruptStoreError: the images have another size or number of channels.
+    """
+    last, wanted = images, tuple(shape)
+    if 1 in (wanted[0], wanted[-1]) or len(wanted) == 2:
+        last = images[..., :1] if bool((images == images[..., :1]).all()) else images
+    orders = [last, np.moveaxis(last, -1, 1)]
+    for found in [*(reversed(orders) if first else orders), last[..., 0]]:
+        if found.shape[1:] == wanted:
+            return np.ascontiguousarray(found)
+    height, width, channels = images.shape[1:]
+    raise CorruptStoreError(f"{name}: images of {height} x {width} and {channels} channels; declared: {list(shape)}")
 
 
 def _picture(name: str, picture: Mapping[str, Any]) -> Any:
