@@ -17,7 +17,7 @@ REMOVE = "`trajstore.points.points_at(PATH).remove(NAME)` in Python"
 FORMATS = ("pt", "pkl", "zarr")
 """Names of the shard formats, because importing them loads torch."""
 
-FOREIGN = ("jsonl", "parquet", "chat", "trl", "verl", "dpo", "kto", "lerobot", "verifiers")
+FOREIGN = ("jsonl", "parquet", "chat", "trl", "verl", "dpo", "kto", "lerobot")
 """Names of the formats of other programs, for the same reason."""
 
 

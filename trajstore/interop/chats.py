@@ -447,9 +447,9 @@ _CANNOT_CARRY = (*NO_MESSAGES, "data_id", "rollout_id", "query", "metadata")
 _NOT_READ = ("reward_model.style",)
 
 FORMATS = (
-    Format("chat", "rollouts", NO_MESSAGES, (), _read_chat, _write_chat, thoughts=False),
-    Format("trl", "rollouts", NO_MESSAGES, (), _read_trl, _write_trl, thoughts=True),
-    Format("verl", "rollouts", NO_MESSAGES, _NOT_READ, _read_verl, _write_verl, thoughts=True),
-    Format("dpo", "rollouts", _CANNOT_CARRY, (), None, _write_pairs, _pairs, thoughts=True),
-    Format("kto", "rollouts", _CANNOT_CARRY, (), None, _write_each, _each, thoughts=True),
+    Format("chat", "rollouts", NO_MESSAGES, (), _write_chat, _read_chat, thoughts=False),
+    Format("trl", "rollouts", NO_MESSAGES, (), _write_trl, _read_trl, thoughts=True),
+    Format("verl", "rollouts", NO_MESSAGES, _NOT_READ, _write_verl, _read_verl, thoughts=True),
+    Format("dpo", "rollouts", _CANNOT_CARRY, (), _write_pairs, choose=_pairs, thoughts=True),
+    Format("kto", "rollouts", _CANNOT_CARRY, (), _write_each, choose=_each, thoughts=True),
 )

@@ -55,9 +55,9 @@ from trajstore.operations.verification import Progress
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 
 _MODULES = {
-    **{"jsonl": "rollouts", "parquet": "rollouts", "chat": "chats", "trl": "chats", "verl": "chats"},
-    **{"dpo": "chats", "kto": "chats"},
-    **{"lerobot": "lerobot", "verifiers": "verifiers"},
+    **dict.fromkeys(("jsonl", "parquet"), "rollouts"),
+    **dict.fromkeys(("chat", "trl", "verl", "dpo", "kto"), "chats"),
+    "lerobot": "lerobot",
 }
 
 FORMATS = tuple(_MODULES)
@@ -168,8 +168,8 @@ def convert_to(
         progress: called with (done, total) trajectories.
 
     Raises:
-        ConfigurationError: the target exists, is a URL, or is in the source; the format is unknown or cannot be
-            written; the condition is wrong, or nothing matches it; or no item could be converted.
+        ConfigurationError: the target exists, is a URL, or is in the source; the format is unknown; the condition is
+            wrong, or nothing matches it; or no item could be converted.
         MissingDependencyError: an optional package is not installed.
         CorruptStoreError: the check found a difference; names the item and the fields.
         TrajstoreError: the source cannot be opened.
@@ -179,9 +179,6 @@ def convert_to(
         if value is not None:
             text(name, value)
     form = format_named(format_name)
-    write = form.write
-    if write is None:
-        raise ConfigurationError(f"convert: {form.name} can only be read, not written")
     path = local_target("convert", target)
     if nested(LocalDirectory(path), open_directory(source)):
         raise ConfigurationError(f"convert: {path} is in the source; name another target")
@@ -212,7 +209,7 @@ def convert_to(
             if not chosen:
                 left_out = [f"{count:,} {why}" for why, count in result.not_chosen.items()]
                 raise ConfigurationError(f"convert: {source}: no {form.one}s: {listed(left_out, 9) or 'no rollouts'}")
-        with closing(write(made, Selection(reader, query, stored))) as writer:
+        with closing(form.write(made, Selection(reader, query))) as writer:
             counts.clear()  # of what is written alone
             _write(form, Source(stored() if chosen is None else chosen, len(wanted)), writer, result, progress)
         if form.kind == "episodes" and LATE not in result.lost and _have_late_values(reader, wanted):

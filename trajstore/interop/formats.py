@@ -114,12 +114,10 @@ class Selection:
     Attributes:
         reader: of the store.
         query: selects them.
-        items: returns them, to be read once more before they are written.
     """
 
     reader: Reader
     query: Query
-    items: Callable[[], Iterable[Item]]
 
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError, RuntimeError)
@@ -155,8 +153,8 @@ class Format:
         cannot_carry: fields of trajectories that are lost in these files; ``reward.description`` is a part of one, and
             ``late values`` those set by :func:`trajstore.annotate`.
         not_read: parts of these files that are lost in a store.
+        write: makes a writer of (path, selection).
         read: reads a file or folder; None if the format can only be written.
-        write: makes a writer of (path, selection); None if the format can only be read.
         choose: returns what is written of some rollouts, a row for each item, and the numbers of rollouts that are left
             out by reason; None writes each. Such files are Parquet and not read; a check compares their rows.
         thoughts: rollouts are written in OpenAI's chat form, with what the model thought or without; None: as they are.
@@ -167,8 +165,8 @@ class Format:
     kind: Kind
     cannot_carry: tuple[str, ...]
     not_read: tuple[str, ...]
+    write: Callable[[Path, Selection], Writer]
     read: Callable[[Path], Source] | None = None
-    write: Callable[[Path, Selection], Writer] | None = None
     choose: Callable[[Iterable[Item]], tuple[list[Item], Mapping[str, int]]] | None = None
     thoughts: bool | None = None
     carries: tuple[str, ...] = ()

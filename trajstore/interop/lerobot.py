@@ -540,8 +540,8 @@ FORMATS = (
             *("next_obs", "forward_inputs", "late values"),
         ),
         ("robot_type", "splits", "names of features", "subtasks", "time stamps that are not frame_index / fps"),
-        _read,
         lambda path, _: _Writer(path),
+        _read,
         carries=("forward_inputs.fps",),
     ),
 )

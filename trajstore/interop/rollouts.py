@@ -264,6 +264,6 @@ _read_lines = partial(read_lines, trajectory_of=rollout_of)
 _read_parquet = partial(read_parquet, trajectory_of=lambda row: rollout_of(_from_parquet(row)))
 
 FORMATS = (
-    Format("jsonl", "rollouts", (), _OF_THE_STORE, _read_lines, _write_lines),
-    Format("parquet", "rollouts", (), _OF_THE_STORE, _read_parquet, _write_parquet),
+    Format("jsonl", "rollouts", (), _OF_THE_STORE, _write_lines, _read_lines),
+    Format("parquet", "rollouts", (), _OF_THE_STORE, _write_parquet, _read_parquet),
 )
