@@ -17,7 +17,7 @@ def test_command_line_reference_is_current(project_root: Path) -> None:
     assert (project_root / "docs" / "cli.md").read_text() == reference(), "run  python -m tools.cli_page > docs/cli.md"
 
 
-KEEPING = ("Limit disk space", "Copies, checkpoints, pins", "Merge, split, prune, compact", "Recover from a lost node")
+KEEPING = ("Limit disk space", "Copies, checkpoints, pins", "Convert, prune, compact", "Recover from a lost node")
 
 ORDERS = {
     "api": (

@@ -1,9 +1,9 @@
-"""Functions on directories of stores and runs: inspect, verify, copy, repair, merge, split, convert, prune, compact."""
+"""Functions on directories of stores and runs: inspect, verify, copy, repair, convert, prune, compact."""
 
+from trajstore.operations.conversion import convert
 from trajstore.operations.copying import Copied, copy_store, repair_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.mending import Compacted, Pruned, compact, prune
-from trajstore.operations.moving import convert, merge, split
 from trajstore.operations.verification import Problem, Verification
 from trajstore.operations.verify import verify
 
@@ -17,9 +17,7 @@ __all__ = [
     "convert",
     "copy_store",
     "inspect",
-    "merge",
     "prune",
     "repair_store",
-    "split",
     "verify",
 ]

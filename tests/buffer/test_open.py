@@ -27,7 +27,7 @@ from trajstore.errors import (
     StoreNotFoundError,
     StoreWriteError,
 )
-from trajstore.operations.moving import merge
+from trajstore.operations.conversion import convert
 
 
 def one(value: float) -> Trajectory:
@@ -49,7 +49,7 @@ def test_the_limit_of_descriptors_is_named(store: Path, tmp_path: Path) -> None:
         lambda number: TrajectoryReplayBuffer.open(store).close(),
         lambda number: writer_to(store).close(),
         lambda number: annotate(store, 0, {"judge": 1.0}),
-        lambda number: merge([store, store], tmp_path / f"merged-{number}"),
+        lambda number: convert(store, tmp_path / f"converted-{number}", "pt"),
     ]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     failed: dict[int, str] = {}

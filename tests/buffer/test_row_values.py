@@ -25,8 +25,8 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
 )
 from trajstore.loader import ReplayLoader, TokenLoader
+from trajstore.operations.conversion import convert
 from trajstore.operations.copying import repair_store
-from trajstore.operations.moving import convert, merge
 from trajstore.operations.verify import verify
 from trajstore.samplers import WeightedSampler
 
@@ -260,10 +260,10 @@ def test_a_run_is_read_with_the_rows_of_each_rank(tmp_path: Path) -> None:
         run.sample(32, columns=["notes.label"])
 
 
-@pytest.mark.parametrize("way", ["checkpoint", "merge", "convert"])
+@pytest.mark.parametrize("way", ["checkpoint", "unite", "convert"])
 def test_copies_have_the_latest_rows(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store, copy = tmp_path / "store", tmp_path / "copy"
-    with opened(store) as writer:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    with opened(run / "rank_0") as writer:
         writer.add_trajectories([block(0), block(1), block(2)])
         annotate(writer, [0, 1, 2], {"advantages": [rows_of(7)] * 3})
         annotate(writer, [0, 1], {"advantages": [rows_of(0), rows_of(1)], "judge": 0.5})
@@ -273,18 +273,17 @@ def test_copies_have_the_latest_rows(way: str, tmp_path: Path, caplog: pytest.Lo
             with caplog.at_level(logging.WARNING):
                 writer.save_checkpoint(tmp_path / "rlinf", layout="rlinf")
             assert "no place for values by row (advantages)" in caplog.text
-    if way == "merge":
-        other = tmp_path / "other"
-        with opened(other) as writer:
+    if way == "unite":
+        with opened(run / "rank_1") as writer:
             writer.add_trajectories([block(3), block(4)])
             annotate(writer, [1], {"advantages": [rows_of(4)]})
-        merge([store, other], copy)
+        convert(run, copy, "pt")
     elif way == "convert":
-        convert(store, copy, "zarr")
+        convert(run / "rank_0", copy, "zarr")
         assert all(".zarr" in str(file) for file in (copy / "shards").iterdir())
     with TrajectoryReplayBuffer.open(copy, sample_window_size=0) as reader:
         agree(reader.sample(64, columns=["rewards", "notes.advantages"]), {0, 1, 4})
-        assert math.isnan(reader.sample(64, columns=["notes.judge"])["notes"]["judge"].min()) or way != "merge"
+        assert math.isnan(reader.sample(64, columns=["notes.judge"])["notes"]["judge"].min()) or way != "unite"
     assert verify(copy).sound
 
 
@@ -307,15 +306,15 @@ def test_one_store_is_not_made_of_values_of_two_kinds(one: Any, other: Any, said
     with TrajectoryReplayBuffer.open(run) as reader, pytest.raises(ConfigurationError, match=f"values x are .*{said}"):
         reader.save_checkpoint(whole)
     with pytest.raises(ConfigurationError, match=f"values x are .*{said}"):
-        merge([run], whole)
+        convert(run, whole, "pt")
     assert not whole.exists()
     with opened(run / "rank_1") as writer:
         annotate(writer, [0], {"x": None, "y": other})
-    merge([run], whole)
+    convert(run, whole, "pt")
     assert verify(whole).sound
 
 
-@pytest.mark.parametrize("way", ["repair", "merge"])
+@pytest.mark.parametrize("way", ["repair", "convert"])
 def test_damaged_rows_are_named_and_left_out_of_a_repaired_store(way: str, tmp_path: Path) -> None:
     store, copy = tmp_path / "store", tmp_path / "copy"
     with opened(store) as writer:
@@ -334,7 +333,7 @@ def test_damaged_rows_are_named_and_left_out_of_a_repaired_store(way: str, tmp_p
     if way == "repair":
         repair_store(store, copy)
     else:
-        merge([store], copy)
+        convert(store, copy, "pt")
     with TrajectoryReplayBuffer.open(copy) as reader:
         assert torch.equal(reader.get(0).notes["advantages"], rows_of(0))
         assert not reader.get(1).notes

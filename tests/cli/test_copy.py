@@ -38,7 +38,7 @@ def test_a_copy_of_a_live_store_is_one_moment_of_it(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trajectory_format: str
 ) -> None:
     """Retention removes all of it after the copier has read the index."""
-    live, copy, write = tmp_path / "live", tmp_path / "copy", copying.write_stores
+    live, copy, write = tmp_path / "live", tmp_path / "copy", copying.write_store
     with writer_to(live, trajectory_format=trajectory_format, retention=Retention(max_trajectories=9)) as buffer:
 
         def add(first: int) -> None:
@@ -47,7 +47,7 @@ def test_a_copy_of_a_live_store_is_one_moment_of_it(
                 buffer.flush()
 
         add(0)
-        monkeypatch.setattr(copying, "write_stores", lambda *given, **more: add(9) or write(*given, **more))
+        monkeypatch.setattr(copying, "write_store", lambda *given, **more: add(9) or write(*given, **more))
         assert "verified" in run.out("copy", live, copy)
         assert buffer.trajectory_ids.tolist() == [*range(9, 18)]
     assert keys_at(copy) == {number: number for number in range(9)}
@@ -226,7 +226,7 @@ def test_the_copy_of_a_damaged_run_is_no_run(run: Run, tmp_path: Path, remote: b
     assert len(keys_at(to)) == 5
 
 
-@pytest.mark.parametrize("words", ["copy", "repair", "merge", "convert --to zarr", "split --count 1"])
+@pytest.mark.parametrize("words", ["copy", "repair", "convert --to zarr"])
 @pytest.mark.parametrize("remote", [False, True])
 def test_nothing_appears_before_it_is_verified(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, remote: bool
@@ -244,7 +244,7 @@ def test_nothing_appears_before_it_is_verified(
     monkeypatch.setattr(verify_module, "check_store", check)
     command, *options = words.split()
     run.out(command, store, to, *options)
-    assert len(set(seen) - {str(store)}) == (2 if command == "split" else 1)
+    assert len(set(seen) - {str(store)}) == 1
 
 
 @pytest.mark.parametrize("names", [("rank_0", "rank_1"), ("a", "b"), ("own/rank_0", "own/rank_1")])
@@ -272,7 +272,7 @@ def test_a_copy_of_stores_that_was_killed_says_so_and_is_completed_by_the_same_c
     assert run.out("copy", source, copy).count("everything already") == 2
 
 
-@pytest.mark.parametrize("words", ["copy store", "copy run", "repair store", "merge store", "split store --ranks 2"])
+@pytest.mark.parametrize("words", ["copy store", "copy run", "repair store", "convert store --to pt"])
 def test_of_two_copies_to_one_target_the_second_is_refused_before_it_writes(
     run: Run, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

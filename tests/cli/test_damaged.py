@@ -83,8 +83,6 @@ COMMANDS = {
     "convert STORE OUT --to parquet": (1, 1, 0, 1),
     "copy STORE OUT": (1, 1, 0, 1),
     "repair STORE OUT": (1, 1, 0, 0),
-    "merge STORE OUT": (1, 1, 0, 0),
-    "split STORE OUT --count 9": (1, 1, 0, 0),
     "convert STORE OUT --to pkl": (1, 1, 0, 0),
     "prune STORE --where 'outcome > 0'": (0, 1, 0, 1),
     "rollback STORE --step 1 --dry-run": (0, 0, 0, 1),

@@ -1,4 +1,4 @@
-"""``trajstore merge``, ``split``, ``convert``, ``prune``, ``compact`` neither lose nor add trajectories."""
+"""``trajstore convert``, ``prune``, ``compact`` neither lose nor add trajectories."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.cli.stores import Run
-from tests.stores import contents_of, flip, keys_at, opened, stored
+from tests.stores import flip, keys_at, opened, stored
 from tests.support.witness import check_trajectory, witness
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore._core.buffer import checkpoint
 from trajstore.cli import DAMAGED, main
+from trajstore.operations.conversion import convert
 from trajstore.operations.copying import copy_store
-from trajstore.operations.moving import merge
 from trajstore.operations.verify import verify
 from trajstore.samplers import EpochSampler, Priorities, WeightedSampler
 
@@ -51,27 +51,38 @@ FACTS = ("task", "outcome", "judge", "tag", "committed")
 
 def test_facts_and_values_that_came_late_go_along(agents: Path, tmp_path: Path) -> None:
     before = asked(agents, *FACTS)
-    with opened(tmp_path / "other") as store:
+    with opened(tmp_path / "run" / "other") as store:
         store.add_trajectories([rollout(9)])
         annotate(store, [0], {"tag": "of the other"})
-    assert main(["merge", str(agents), str(tmp_path / "other"), str(tmp_path / "both")]) == 0
-    other = asked(tmp_path / "other", "task", "outcome", "tag", "committed")[0]
+    (tmp_path / "run" / "agents").symlink_to(agents)
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "both"), "--to", "pt"]) == 0
+    other = asked(tmp_path / "run" / "other", "task", "outcome", "tag", "committed")[0]
     assert asked(tmp_path / "both", *FACTS) == [*before, (*other[:2], None, *other[2:])]
     assert main(["convert", str(tmp_path / "both"), str(tmp_path / "zarr"), "--to", "zarr"]) == 0
     assert asked(tmp_path / "zarr", *FACTS) == asked(tmp_path / "both", *FACTS)
     assert {path.suffix for path in (tmp_path / "zarr" / "shards").iterdir()} == {".zarr"}
-    assert main(["split", str(agents), str(tmp_path / "parts"), "--where", "judge > 0"]) == 0
-    assert asked(tmp_path / "parts" / "matching", *FACTS) == [before[1], before[3]]
+    for name, condition in (("some", "judge > 0"), ("rest", "judge is null")):
+        assert main(["convert", str(agents), str(tmp_path / name), "--to", "pt", "--where", condition]) == 0
+    assert asked(tmp_path / "some", "trajectory_id", *FACTS) == [(1, *before[1]), (4, *before[3])]
     rest = [(task, outcome, committed) for task, outcome, *_, committed in (before[0], before[2], before[4])]
-    assert asked(tmp_path / "parts" / "rest", "task", "outcome", "committed") == rest
-    for made in ("both", "zarr", "parts/matching", "parts/rest"):
+    assert asked(tmp_path / "rest", "task", "outcome", "committed") == rest
+    for made in ("both", "zarr", "some", "rest"):
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / made) as writer:
             annotate(writer, writer.trajectory_ids[:1].tolist(), {"judge": 9})
         assert verify(tmp_path / made).sound
     assert asked(agents, *FACTS) == before
 
 
-def test_merge_orders_late_values_by_time_and_keeps_their_history(agents: Path, tmp_path: Path) -> None:
+def test_a_part_of_a_run_is_one_store(tmp_path: Path, run: Run) -> None:
+    """Ids in the condition are those of the run, also where a rank is absent; the absent one is named."""
+    for rank in (0, 2):
+        stored(tmp_path / "run" / f"rank_{rank}", [witness(10 * rank + number) for number in range(3)])
+    words = ["convert", tmp_path / "run", tmp_path / "part", "--to", "pt", "--where", "trajectory_id in ('2/1', '0/2')"]
+    assert f"{tmp_path / 'run'}: rank_1 is absent" in run.out(*words, code=DAMAGED)
+    assert keys_at(tmp_path / "part") == {0: 2, 1: 21}
+
+
+def test_united_stores_order_late_values_by_time_and_keep_their_history(agents: Path, tmp_path: Path) -> None:
     copy_store(agents, tmp_path / "copy")
     with opened(tmp_path / "copy") as copied:
         annotate(copied, 1, {"outcome": 0.0, "judge": 0.9}, who="anna")
@@ -82,7 +93,11 @@ def test_merge_orders_late_values_by_time_and_keeps_their_history(agents: Path, 
         annotate(original, 4, {"tag": None})
     histories = []
     for made, sources in (("one", (agents, tmp_path / "copy")), ("other", (tmp_path / "copy", agents))):
-        merge(sources, tmp_path / made)
+        (tmp_path / f"run {made}").mkdir()
+        for rank, source in enumerate(sources):
+            (tmp_path / f"run {made}" / f"rank_{rank}").symlink_to(source)
+        done = convert(tmp_path / f"run {made}", tmp_path / made, "pt")
+        assert "5 trajectories are in more than one of the sources, and once in the result" in done.notes
         assert verify(tmp_path / made).sound
         values = asked(tmp_path / made, "outcome", "judge", "tag")
         assert values == [(0.0, None, None), (0.0, 0.7, "a"), (1.0, None, None), (0.0, 0.25, None), (1.0, None, None)]
@@ -98,18 +113,11 @@ def test_merge_orders_late_values_by_time_and_keeps_their_history(agents: Path, 
     ]
 
 
-def test_a_split_by_count(tmp_path: Path, run: Run) -> None:
-    stored(tmp_path / "store", [witness(key) for key in range(5)])
-    words = ["split", str(tmp_path / "store"), str(tmp_path / "parts"), "--count", "2"]
-    assert run.json(*words)["trajectories"] == 5
-    assert [contents_of(tmp_path / "parts" / f"part_{number}") for number in range(3)] == [[0, 1], [2, 3], [4]]
-    assert "written everything already" in run.out(*words), "the same again writes nothing"
-    run.err(*words[:4], 3)
-
-
-def test_the_state_of_a_sampler_goes_on_with_the_ranks_of_a_split(tmp_path: Path) -> None:
+def test_the_state_of_a_sampler_goes_on_with_saved_shares_as_ranks(tmp_path: Path) -> None:
     stored(tmp_path / "store", [witness(key) for key in range(6)])
-    assert main(["split", str(tmp_path / "store"), str(tmp_path / "run"), "--ranks", "2"]) == 0
+    for rank in range(2):
+        with TrajectoryReplayBuffer.open(tmp_path / "store", share=(rank, 2)) as share:
+            share.save_checkpoint(tmp_path / "run" / f"rank_{rank}")
     with TrajectoryReplayBuffer.open(tmp_path / "store") as store, TrajectoryReplayBuffer.open(tmp_path / "run") as run:
         epoch, rest = EpochSampler(unit="trajectory"), EpochSampler(unit="trajectory")
         drawn = store.sample_trajectories(2, sampler=epoch)
@@ -125,7 +133,7 @@ def test_the_state_of_a_sampler_goes_on_with_the_ranks_of_a_split(tmp_path: Path
         assert torch.equal(again.state_dict()["priorities"], weighted.state_dict()["priorities"])
 
 
-@pytest.mark.parametrize("command", ["copy", "merge", "split --ranks 2", "convert --to pkl"])
+@pytest.mark.parametrize("command", ["copy", "convert --to pkl"])
 def test_a_store_begun_at_the_target_meanwhile_is_kept(
     command: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +151,7 @@ def test_a_store_begun_at_the_target_meanwhile_is_kept(
     assert keys_at(tmp_path / "new") == {0: 9}
 
 
-@pytest.mark.parametrize("command", ["copy", "repair", "merge", "split --ranks 2", "convert --to pkl"])
+@pytest.mark.parametrize("command", ["copy", "repair", "convert --to pkl"])
 def test_only_the_same_result_at_a_url_is_accepted(command: str, tmp_path: Path, run: Run) -> None:
     files = pytest.importorskip("fsspec", reason="needs fsspec, of the extra 's3'").filesystem("memory")
     store, url = stored(tmp_path / "store", [witness(key) for key in range(3)]), f"memory://moved-{uuid.uuid4()}"

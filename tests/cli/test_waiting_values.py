@@ -167,7 +167,6 @@ def test_every_copy_and_answer_includes_the_values_in_the_inbox_once(
         copies = {
             "copy": ("copy", store, tmp_path / "copy"),
             "repair": ("repair", store, tmp_path / "repair"),
-            "merge": ("merge", store, tmp_path / "merge"),
             "convert": ("convert", store, tmp_path / "convert", "--to", "pkl"),
         }
         for name, words in copies.items():
@@ -175,8 +174,8 @@ def test_every_copy_and_answer_includes_the_values_in_the_inbox_once(
             assert tuple(values_at(tmp_path / name)) == EVERY, name
             notes = [(note.name, note.value, note.in_force) for note in notes_of(tmp_path / name, 0)]
             assert notes == [("score", 0.5, False), ("score", 1.0, True), ("tag", "x", True)], name
-        run.out("split", store, tmp_path / "split", "--where", "score = 3")
-        assert (*values_at(tmp_path / "split" / "matching"),) == EVERY[2:]
+        run.out("convert", store, tmp_path / "part", "--to", "pt", "--where", "score = 3")
+        assert (*values_at(tmp_path / "part"),) == EVERY[2:]
         rows = run.json("list", store, "--columns", "tag")
         assert [row["tag"] for row in rows] == ["x"] * 3
         assert run.json("prune", store, "--where", "score >= 1")["trajectories"] == 2

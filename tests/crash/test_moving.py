@@ -28,8 +28,6 @@ _CALLS = ("open", "os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "
 
 COMMANDS = {
     "copy": ("copy", "a", "out"),
-    "merge": ("merge", "a", "b", "out"),
-    "split": ("split", "a", "out", "--ranks", "3"),
     "convert": ("convert", "run", "out", "--to", "zarr"),
     "prune": ("prune", "a", "--where", "version_high < 10", "--yes"),
     "compact": ("compact", "a"),
@@ -81,7 +79,7 @@ def _interrupt(folder: Path, words: tuple[str, ...], calls: int, draw: random.Ra
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of stores with several shards and dead rows."""
     folder = tmp_path_factory.mktemp("stores")
-    for number, name in enumerate(("a", "b", "run/rank_0", "run/rank_1")):
+    for number, name in enumerate(("a", "run/rank_0", "run/rank_1")):
         with opened(folder / name) as store:
             for first in (100 * number, 100 * number + 10):
                 store.add_trajectories([witness(key) for key in range(first, first + 6)])
@@ -114,12 +112,10 @@ def _found(path: Path) -> dict[bytes, tuple[int, float]]:
 @pytest.mark.parametrize("kills", [1, pytest.param(100, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)])])
 def test_a_command_that_was_killed_completes(stores: Path, tmp_path: Path, name: str, kills: int) -> None:
     words, draw = COMMANDS[name], random.Random(name)
-    before = {path: _found(stores / path) for path in ("a", "b", "run")}
+    before = {path: _found(stores / path) for path in ("a", "run")}
     pruned = {uuid: key for uuid, key in before["a"].items() if key[0] >= 10}
     expected = {
         "copy": {"out": before["a"]},
-        "merge": {"out": before["a"] | before["b"]},
-        "split": {"out": before["a"]},
         "convert": {"out": before["run"]},
         "prune": {"a": pruned},
         "compact": {"a": before["a"]},

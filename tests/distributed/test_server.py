@@ -31,8 +31,8 @@ from trajstore.errors import (
     SessionFinishedError,
     StoreWriteError,
 )
+from trajstore.operations.conversion import convert
 from trajstore.operations.mending import prune
-from trajstore.operations.moving import merge
 from trajstore.trajectory import AnyTrajectory
 
 
@@ -123,8 +123,8 @@ def test_a_request_that_two_stores_have_counts_once_where_they_are_united(tmp_pa
 
     tasks = ["task_0", "task_1", "task_2", "task_0"]
     assert shown(path) == list(zip(tasks, [1.0, None, None, None], strict=True)), "of the copies that are shown"
-    merge([path], tmp_path / "merged")
-    assert shown(tmp_path / "merged") == list(zip(tasks, [2.0, 3.0, None, None], strict=True)), "of both"
+    convert(path, tmp_path / "united", "pt")
+    assert shown(tmp_path / "united") == list(zip(tasks, [2.0, 3.0, None, None], strict=True)), "of both"
     assert prune(path, "task = 'task_0'", dry_run=True).trajectories == 2
     assert prune(path, "task = 'task_0'").trajectories == 2
     for of in (path, path / "rank_0", path / "rank_1"):

@@ -27,9 +27,9 @@ from trajstore._core.formats.frames import folded
 from trajstore.cli import main
 from trajstore.errors import CorruptStoreError
 from trajstore.loader import ReplayLoader
+from trajstore.operations.conversion import convert
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
-from trajstore.operations.moving import convert, split
 from trajstore.operations.verify import verify
 
 KINDS = [*((form, {}) for form in FORMATS), ("zarr", {"codec": "zstd"})]
@@ -189,7 +189,7 @@ MOVES: dict[str, Callable[[Path, Path], object]] = {
     "rlinf": lambda once, target: _checkpoint(once, target, "rlinf"),
     "pkl": lambda once, target: convert(once, target, "pkl"),
     "zarr": lambda once, target: convert(once, target, "zarr"),
-    "ranks": lambda once, target: split(once, target, ranks=2),
+    "part": lambda once, target: convert(once, target, "pt", where="trajectory_id % 2 = 0"),
     "mirror": _mirrored,
 }
 

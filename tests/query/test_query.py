@@ -20,8 +20,8 @@ from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore._core.reading.contents import Contents
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.interop.convert import convert_to
+from trajstore.operations.conversion import convert
 from trajstore.operations.mending import prune
-from trajstore.operations.moving import split
 from trajstore.query import FACTS, readable
 from trajstore.samplers import GroupSampler
 
@@ -289,7 +289,7 @@ def test_a_condition_is_about_one_row(tmp_path: Path, condition: str) -> None:
         lambda: writer.query("messages").where(condition).ids(),
         lambda: prune(tmp_path / "store", condition, dry_run=False),
         lambda: convert_to(tmp_path / "store", tmp_path / "out", "jsonl", where=condition),
-        lambda: split(tmp_path / "store", tmp_path / "out", where=condition),
+        lambda: convert(tmp_path / "store", tmp_path / "out", "pt", where=condition),
     ):
         with pytest.raises(ConfigurationError, match=r"where: .*: a condition is about one row.* HAVING for groups"):
             ask()

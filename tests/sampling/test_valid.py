@@ -18,9 +18,9 @@ from trajstore._core.buffer.sequences import sample_hindsight, sample_n_step, sa
 from trajstore._core.formats import FORMATS
 from trajstore.errors import CorruptStoreError, EmptyBufferError, InvalidTrajectoryError
 from trajstore.loader import ReplayLoader
+from trajstore.operations.conversion import convert
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
-from trajstore.operations.moving import merge, split
 from trajstore.operations.verify import verify
 from trajstore.samplers import EpochSampler, Priorities, UseLimit, WeightedSampler
 
@@ -69,7 +69,7 @@ def world() -> World:
     return World()
 
 
-@pytest.fixture(params=["memory", "pending", *FORMATS, "checkpoint", "copy", "merged"])
+@pytest.fixture(params=["memory", "pending", *FORMATS, "checkpoint", "copy", "united"])
 def reader(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Iterator[Reader]:
     kind = request.param
     if kind == "memory":
@@ -78,12 +78,12 @@ def reader(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Iter
         yield buffer
         return
     form = kind if kind in FORMATS else "pt"
-    with writer_to(tmp_path / "store", trajectory_format=form, seed=3, sample_window_size=0) as buffer:
-        if kind == "merged":
+    with writer_to(tmp_path / "run" / "store", trajectory_format=form, seed=3, sample_window_size=0) as buffer:
+        if kind == "united":
             buffer.add_trajectories(world.blocks[:2])
             buffer.flush()
-            stored(tmp_path / "other", world.blocks[2:])
-            merge([tmp_path / "store", tmp_path / "other"], tmp_path / "merged")
+            stored(tmp_path / "run" / "other", world.blocks[2:])
+            convert(tmp_path / "run", tmp_path / "united", "pt")
         else:
             buffer.add_trajectories(world.blocks)
             if kind == "pending":
@@ -93,8 +93,8 @@ def reader(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Iter
             if kind == "checkpoint":
                 buffer.save_checkpoint(str(tmp_path / "checkpoint"))
     if kind == "copy":
-        copy_store(tmp_path / "store", tmp_path / "copy")
-    path = tmp_path / (kind if kind in ("checkpoint", "copy", "merged") else "store")
+        copy_store(tmp_path / "run" / "store", tmp_path / "copy")
+    path = tmp_path / (kind if kind in ("checkpoint", "copy", "united") else "run/store")
     with Reader.open(path, seed=3, sample_window_size=0) as opened:
         yield opened
 
@@ -179,7 +179,9 @@ def test_every_count_is_of_valid_steps(world: World, tmp_path: Path) -> None:
         batch = buffer.sample(50, columns=["rewards", "notes.negated"])
         assert torch.equal(batch["notes"]["negated"], -batch["rewards"][:, 0])
         buffer.flush()
-    split(tmp_path / "a", tmp_path / "run", ranks=2)
+    for rank in range(2):
+        with Reader.open(tmp_path / "a", share=(rank, 2)) as part:
+            part.save_checkpoint(tmp_path / "run" / f"rank_{rank}")
     for path in (tmp_path / "a", tmp_path / "run"):
         report = inspect(path)
         assert report["samples"] == len(world.after)

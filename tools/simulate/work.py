@@ -29,8 +29,8 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
 )
 from trajstore.loader import ReplayLoader
+from trajstore.operations.conversion import convert
 from trajstore.operations.copying import copy_store, repair_store
-from trajstore.operations.moving import convert, merge
 from trajstore.samplers import EpochSampler, Recency, WeightedSampler
 from trajstore.trajectory import AnyTrajectory
 
@@ -275,7 +275,7 @@ class Client:
             return
         known = self.model.known()
         form = self.chance.choice(("pt", "pkl"))
-        make = self.chance.choice((copy_store, repair_store, merge_one, partial(convert, trajectory_format=form)))
+        make = self.chance.choice((copy_store, repair_store, partial(convert, trajectory_format=form)))
         with self.may_fail():
             make(store, path)
             with TrajectoryReplayBuffer.open(path) as reader:
@@ -284,15 +284,18 @@ class Client:
                     self.model.check_read(number, check(reader.get(number)))
 
     def merged(self) -> None:
-        """Merge the store with earlier copies, beside its writer: each trajectory is there once."""
+        """Make one store of the store and earlier copies, beside its writer: each trajectory is there once."""
         store, path = self.store, self.folder / f"merged-{next(self.keys)}"
         whole = [one for one in sorted(self.folder.glob("copy-*")) if (one / "metadata.json").exists()]
         if not whole or not (store / "metadata.json").exists():
             return
         sources = [store, *self.chance.sample(whole, min(len(whole), 2))]
         known = self.model.known()
+        (run := self.folder / f"{path.name}-of").mkdir()
+        for rank, source in enumerate(self.chance.sample(sources, len(sources))):
+            (run / f"rank_{rank}").symlink_to(source)
         with self.may_fail():
-            merge(self.chance.sample(sources, len(sources)), path)
+            convert(run, path, "pt")
             with TrajectoryReplayBuffer.open(path) as reader:
                 keys = [check(reader.get(number)) for number in reader.trajectory_ids.tolist()]
             self.model.check_merged(keys, known)
@@ -312,11 +315,6 @@ class Client:
 
     is_current = True
     """Whether the buffer shows every eviction at once."""
-
-
-def merge_one(source: Path, target: Path) -> None:
-    """Merge a store alone, which keeps its ids."""
-    merge([source], target)
 
 
 def points_in(catalog: Catalog) -> dict[int, list[int]]:

@@ -42,8 +42,6 @@ _BUILT_IN: tuple[Command, ...] = (
     mend.ROLLBACK,
     mend.PRUNE,
     mend.COMPACT,
-    copy.MERGE,
-    copy.SPLIT,
     convert.COMMAND,
 )
 

@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from trajstore.cli.command import FOREIGN, FORMATS, SOURCE, Command, add_target
-from trajstore.cli.copy import LEFT_OUT, write_copied
+from trajstore.cli.copy import write_copied
 from trajstore.cli.output import Output, ProgressBar
 from trajstore.errors import ConfigurationError, counted, listed, trajectories
 
@@ -38,17 +38,25 @@ def _run(options: Namespace, out: Output) -> int:
             f"convert: from {options.origin} to {options.to} takes two steps: make a store with --from, convert it "
             "with --to"
         )
-    if options.to not in FOREIGN and (options.where is not None or options.pin is not None):
-        raise ConfigurationError("convert: --where and --pin select trajectories for files of other programs (--to)")
+    if options.origin is not None and options.where is not None:
+        raise ConfigurationError("convert: --where selects trajectories of a store; SRC is none (--from)")
+    if options.to not in FOREIGN and options.pin is not None:
+        raise ConfigurationError("convert: --pin selects trajectories for files of other programs (--to)")
     if options.to in FOREIGN and options.store_frames_once:
         raise ConfigurationError("convert: --store-frames-once is for stores (--to pt, pkl or zarr, or --from)")
     if options.origin is None and options.to in FORMATS:
-        from trajstore.operations.moving import convert
+        from trajstore.operations.conversion import convert
 
         with ProgressBar("verifying", sys.stderr) as bar:
-            once = options.store_frames_once
-            done = convert(options.source, options.target, options.to, bar, store_frames_once=once)
-            return write_copied(done, options, out)
+            done = convert(
+                options.source,
+                options.target,
+                options.to,
+                bar,
+                where=options.where,
+                store_frames_once=options.store_frames_once,
+            )
+        return write_copied(done, options, out)
     return _foreign(options, out)
 
 
@@ -106,8 +114,10 @@ COMMAND = Command(
         "(--from). Fields without a place in the format are listed. DST appears when it is complete. The formats jsonl "
         "and parquet keep every field of rollouts, with late values; chat is OpenAI's; trl and verl are Parquet files "
         "for these trainers; dpo pairs the best and the worst rollout of each task and prompt for TRL, and kto labels "
-        "each. Between stores (--to pt, pkl, zarr), DST may also be empty, and ids stay; a directory of RLinf becomes "
-        f"a store. {LEFT_OUT}"
+        "each. With --to pt, pkl or zarr, DST is one store, and may also be empty: UUIDs stay, and so do the ids of "
+        "one store; those of a run are reassigned, from 0, in the order of the commits. Files are hard links where the "
+        "file system allows it. Damaged trajectories are left out and named; the exit code is then 1. An interrupted "
+        "command leaves nothing at DST: run it again."
     ),
     configure=_configure,
     run=_run,

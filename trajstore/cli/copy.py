@@ -1,4 +1,4 @@
-"""``trajstore copy``, ``repair``, ``restore``, ``merge`` and ``split``: make stores of stores and mirrors."""
+"""``trajstore copy``, ``repair`` and ``restore``: make stores of stores and mirrors."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def write_copied(copied: Copied, options: Namespace, out: Output) -> int:
 def _write(copied: Copied, out: Output, *, above: str | None = None) -> None:
     for part in copied.parts:
         _write(part, out, above=copied.target)
-    sources = {*copied.source.split(", ")}  # of a merge; problems of an absent rank name theirs
-    problems = [text if text.partition(": ")[0] in sources else f"{copied.source}: {text}" for text in copied.problems]
-    out.problems(problems, f"{copied.source}: ")
+    out.problems([f"{copied.source}: {text}" for text in copied.problems], f"{copied.source}: ")
     for note in copied.notes:
         out.line(f"{copied.source}: note: {note}")
     if lost := copied.lost_in_words:
@@ -122,67 +120,4 @@ RESTORE = Command(
     ),
     configure=_configure_restore,
     run=_restore,
-)
-
-# -- merge, split -------------------------------------------------------------------------------------
-
-
-def _configure_merge(parser: ArgumentParser) -> None:
-    parser.add_argument("sources", metavar="SRC", nargs="+", help=SOURCE)
-    add_target(parser, "OUT", _TARGET)
-
-
-def _configure_split(parser: ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help=SOURCE)
-    add_target(parser, "OUT", _TARGET)
-    into = parser.add_mutually_exclusive_group(required=True)
-    into.add_argument("--ranks", type=int, metavar="N", help="into a run of N ranks, rank_0 and so on")
-    into.add_argument("--count", type=int, metavar="N", help="into part_0 and so on, of N trajectories each")
-    into.add_argument(
-        "--where", metavar="CONDITION", help="into OUT/matching (the condition holds) and OUT/rest (it does not)"
-    )
-
-
-def _merge(options: Namespace, out: Output) -> int:
-    from trajstore.operations.moving import merge
-
-    with ProgressBar("verifying", sys.stderr) as bar:
-        return write_copied(merge(options.sources, options.target, bar), options, out)
-
-
-def _split(options: Namespace, out: Output) -> int:
-    from trajstore.operations.moving import split
-
-    into = {"ranks": options.ranks, "count": options.count, "where": options.where}
-    with ProgressBar("verifying", sys.stderr) as bar:
-        return write_copied(split(options.source, options.target, bar, **into), options, out)
-
-
-LEFT_OUT = (
-    "UUIDs stay. Damaged trajectories are left out and named; the exit code is then 1. An interrupted command leaves "
-    "nothing "
-    "at OUT: run it again."
-)
-
-MERGE = Command(
-    name="merge",
-    summary="make one store of several",
-    description=(
-        "Write a store of the trajectories of several, in the order of their commits; duplicates are included "
-        "once. Files are hard links where the file system allows it. Ids are reassigned, from 0, if trajectories of "
-        f"several stores are in the result. {LEFT_OUT}"
-    ),
-    configure=_configure_merge,
-    run=_merge,
-)
-
-SPLIT = Command(
-    name="split",
-    summary="make several stores of one",
-    description=(
-        "Write stores of the trajectories of a store or run directory into folders of OUT. Files are hard links "
-        f"where the file system allows it. Ids stay; those of a run are reassigned, from 0. {LEFT_OUT}"
-    ),
-    configure=_configure_split,
-    run=_split,
 )

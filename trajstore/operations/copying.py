@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from trajstore._core.buffer.loading import LoadRequest, left_out_in_words
 from trajstore._core.buffer.reader import Reader, load_reader
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore._core.files.base import Directory, EncodedFile
-from trajstore._core.files.folders import claimed, publish_folder
+from trajstore._core.files.folders import claimed
 from trajstore._core.files.holder import LOCK_NAME
 from trajstore._core.files.local import TEMPORARY_SUFFIX, LocalDirectory
 from trajstore._core.files.opening import directories_above, nested, open_directory
@@ -53,9 +53,6 @@ from trajstore.operations.verification import Problem, Progress, Verification
 from trajstore.operations.verify import verify, verify_place
 
 logger = logging.getLogger(__name__)
-
-Part = tuple[ReadSnapshot, CheckpointState]
-"""A store to be written."""
 
 WRITTEN_ALREADY = "an earlier call has written everything already"
 
@@ -254,13 +251,13 @@ def _copy_parts(place: Place, result: Copied, copy: Callable[[Place, str], Copie
         raise damaged[0] if len(damaged) == 1 else CorruptStoreError("; ".join(map(str, damaged)))
 
 
-def _holds(url: str, snapshot: ReadSnapshot, trajectory_format: str | None = None) -> bool:
+def _holds(target: Directory, snapshot: ReadSnapshot, trajectory_format: str | None = None) -> bool:
     """Return whether a directory has exactly a snapshot's trajectories and late values, in this format if one is given.
 
     Trajectories are compared by UUID.
     """
     try:
-        with Reader.open(url) as reader:
+        with Reader.open(target.url) as reader:
             there, their_format = reader._live.locked(lambda contents: contents.snapshot()), reader._trajectory_format
     except (CorruptStoreError, StoreNotFoundError):
         return False
@@ -320,29 +317,6 @@ def _verified(target: Directory, result: Copied, progress: Progress | None, what
     result.nbytes += verification.nbytes
 
 
-def _publish(
-    target: Directory,
-    snapshot: ReadSnapshot,
-    state: CheckpointState,
-    result: Copied,
-    progress: Progress | None,
-    points_of: StoreSource | None = None,
-    **options: bool,
-) -> None:
-    """Write a checkpoint that appears once it is verified; other arguments are those of ``save_checkpoint``.
-
-    Raises:
-        CorruptStoreError: the copy is damaged; it does not appear.
-        StoreWriteError: it could not be written.
-    """
-    if not isinstance(target, LocalDirectory):
-        target.remove([METADATA_NAME])  # of an interrupted call
-    form, check = get_format(state.trajectory_format), partial(_verified, result=result, progress=progress)
-    save_checkpoint(
-        target, snapshot, state, form, "trajstore", replace=False, check=check, points_of=points_of, **options
-    )
-
-
 def _copy(place: Place, target: str, progress: Progress | None, found: Verification | None = None) -> Copied:
     """Copy one store or directory of RLinf: whole, or its intact part if ``found`` lists its damage."""
     directory = open_directory(place.url)  # without the ranks beside it: they are copied separately
@@ -371,7 +345,7 @@ def _copy(place: Place, target: str, progress: Progress | None, found: Verificat
                     held = lost_in_words(id_ranges(ids).tolist(), uncounted=False)
                     copied.notes.append(f"brought back from shards that no commit names: {held}")
         try:
-            write_stores(copied, {"": (reader._snapshot(), reader._state())}, progress, points_of=points_of)
+            write_store(copied, reader._snapshot(), reader._state(), progress, points_of)
         except CorruptStoreError:
             if found is None:
                 _verified(directory, copied, None, "nothing was copied (`trajstore repair` copies the intact part): it")
@@ -385,57 +359,57 @@ def _copy(place: Place, target: str, progress: Progress | None, found: Verificat
     return copied
 
 
-def write_stores(
+def write_store(
     result: Copied,
-    parts: Mapping[str, Part],
+    snapshot: ReadSnapshot,
+    state: CheckpointState,
     progress: Progress | None,
-    trajectory_format: str | None = None,
     points_of: StoreSource | None = None,
     *,
+    converted: bool = False,
     once: bool = False,
 ) -> Copied:
-    """Write stores into folders of the target, or one (``""``) as the target itself, and verify them.
+    """Write a store to the target of a result; it appears once it is verified. Add its counts to the result.
+
+    Args:
+        result: names the target.
+        snapshot: the trajectories.
+        state: of the store.
+        progress: called with (done, total) verified shards.
+        points_of: as for ``save_checkpoint``.
+        converted: as for ``save_checkpoint``; an earlier result must have this format.
+        once: as for ``save_checkpoint``.
 
     Raises:
         ConfigurationError: the target has other contents.
-        CorruptStoreError: the written stores are damaged.
+        CorruptStoreError: the written store is damaged; it does not appear.
         StoreWriteError: the target cannot be written.
     """
     target = open_directory(result.target)
-    begun = target.exists() and any(target.listing())
-    done = begun and _hold(target, parts, trajectory_format)
-    if begun and not done and not _hold(target, parts, trajectory_format, unfinished=True):
+    if _holds(target, snapshot, state.trajectory_format if converted else None):
+        result.notes.append(WRITTEN_ALREADY)
+        _verified(target, result, progress)
+        return result
+    if target.exists() and any(target.listing()) and not _is_unfinished(target):
         raise ConfigurationError(
             f"{target.url}: is not empty, and holds other trajectories or values than those to be written; give "
             "another directory, or delete this one"
         )
-    if done:
-        result.notes.append(WRITTEN_ALREADY)
-        _verified(target, result, progress)
-    else:
-        check_target(target, directories_above(target))
-        together: AbstractContextManager[Directory] = nullcontext(target)
-        if isinstance(target, LocalDirectory) and "" not in parts:  # a single store is atomic by itself
-            together = publish_folder(target.path, replace=False)
-        with written(f": {target.url} was not written"), together as made:
-            for name, (snapshot, state) in parts.items():
-                to, converted = made.inner(name) if name else made, trajectory_format is not None
-                _publish(to, snapshot, state, result, progress, points_of, converted=converted, once=once)
+    check_target(target, directories_above(target))
+    form, check = get_format(state.trajectory_format), partial(_verified, result=result, progress=progress)
+    with written(f": {target.url} was not written"):
+        if not isinstance(target, LocalDirectory):
+            target.remove([METADATA_NAME])  # of an interrupted call
+        save_checkpoint(
+            target,
+            snapshot,
+            state,
+            form,
+            "trajstore",
+            converted=converted,
+            once=once,
+            replace=False,
+            check=check,
+            points_of=points_of,
+        )
     return result
-
-
-def _hold(
-    target: Directory, parts: Mapping[str, Part], trajectory_format: str | None, *, unfinished: bool = False
-) -> bool:
-    """Return whether a directory has exactly these stores, in this format if one is given.
-
-    ``unfinished`` ones count too, which an interrupted call has left in an object store.
-    """
-    files, folders = target.listing()
-    if "" not in parts and (files or not {*folders} <= parts.keys() or not (unfinished or len(folders) == len(parts))):
-        return False
-    places = {name: target.inner(name) if name else target for name in parts}
-    return all(
-        (unfinished and _is_unfinished(places[name])) or _holds(places[name].url, snapshot, trajectory_format)
-        for name, (snapshot, _) in parts.items()
-    )

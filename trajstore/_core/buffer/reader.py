@@ -480,10 +480,9 @@ class Reader(Closing):
     def _snapshot(self) -> ReadSnapshot:
         return self._live.locked(lambda contents: contents.snapshot())
 
-    def _state(self, draws: Draws | None = None, trajectory_format: str | None = None) -> CheckpointState:
-        """Return the buffer's own state, with other draws or another format if given."""
-        draws = draws or self._draws
-        form = trajectory_format or self._trajectory_format
+    def _state(self, trajectory_format: str | None = None) -> CheckpointState:
+        """Return the buffer's own state, with another format if given."""
+        draws, form = self._draws, trajectory_format or self._trajectory_format
         request = self._live.request
         ranks = None if request is None or request.share is None else request.share[1]
         return CheckpointState(form, self._trajectory_counter, draws.seed, draws.rng_state, ranks)
