@@ -161,11 +161,11 @@ def test_a_conversion_that_was_killed_is_whole_when_it_is_run_again(
         seen: dict[str, Any] = {"curr_obs": {"x": steps}, "next_obs": {"x": steps + 1}}
         episodes = Trajectory(actions=steps, rewards=steps, terminations=ends, truncations=~ends, **seen)
         store.add_trajectories([episodes] if name == "lerobot" else rollouts)
-    words, draw = ("convert", str(tmp_path / "store"), "out", "--to", name, "--check"), random.Random(form)
+    words, draw = ("convert", str(tmp_path / "store"), "out", "--to", name), random.Random(form)
     if direction == "from":
         monkeypatch.setattr(convert, "_PORTION_ITEMS", 4)
         convert.convert_to(tmp_path / "store", tmp_path / "files", name)
-        words = ("convert", str(tmp_path / "files"), "out", "--from", name, "--check")
+        words = ("convert", str(tmp_path / "files"), "out", "--from", name)
     (tmp_path / "whole").mkdir()
     code, calls = _command(tmp_path / "whole", words)
     assert code == 0

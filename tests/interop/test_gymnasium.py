@@ -153,7 +153,7 @@ def test_episodes_in_many_blocks_are_converted_as_the_environments_saw_them(
     """Also those whose end and reset are the last two steps of a block."""
     with writer_to(tmp_path / "store") as buffer:
         witnesses = collected(mode, "dict", buffer, blocks=16, steps=5)
-    convert_to(tmp_path / "store", tmp_path / "set", "lerobot", check=True)
+    convert_to(tmp_path / "store", tmp_path / "set", "lerobot")
     convert_from(tmp_path / "set", tmp_path / "episodes", "lerobot")
     with TrajectoryReplayBuffer.open(tmp_path / "episodes") as reader:
         codes = [code_of(reader.get(number).curr_obs).flatten().tolist() for number in reader.trajectory_ids.tolist()]

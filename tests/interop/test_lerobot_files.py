@@ -143,12 +143,12 @@ def test_images_keep_their_pixels_in_either_order_of_axes(tmp_path: Path, channe
     shape = {"last": (HEIGHT, WIDTH, channels), "none": (HEIGHT, WIDTH)}.get(order, (channels, HEIGHT, WIDTH))
     names = ["channels", "height", "width"] if order == "first" else None
     pictures = write(tmp_path / "set", [3, 2], shape=shape, names=names)
-    assert convert_from(tmp_path / "set", tmp_path / "store", "lerobot", check=True).written == 2
+    assert convert_from(tmp_path / "set", tmp_path / "store", "lerobot").written == 2
     back = images_of(tmp_path / "store")
     expected = [np.moveaxis(image, -1, 0) if "first" in order else image.reshape(shape) for image in pictures]
     assert np.array_equal(back, np.stack(expected))
-    convert_to(tmp_path / "store", tmp_path / "again", "lerobot", check=True)
-    convert_from(tmp_path / "again", tmp_path / "second", "lerobot", check=True)
+    convert_to(tmp_path / "store", tmp_path / "again", "lerobot")
+    convert_from(tmp_path / "again", tmp_path / "second", "lerobot")
     again = [
         image for block in blocks_of(tmp_path / "second") for image in block.curr_obs["images"]["top"][:, 0].numpy()
     ]
@@ -159,7 +159,7 @@ def test_images_keep_their_pixels_in_either_order_of_axes(tmp_path: Path, channe
 def test_videos_keep_their_frames_in_either_order_of_axes(tmp_path: Path, first: bool) -> None:
     shape = (3, HEIGHT, WIDTH) if first else (HEIGHT, WIDTH, 3)
     pictures = write(tmp_path / "set", [3, 4], shape=shape, kind="video")
-    assert convert_from(tmp_path / "set", tmp_path / "store", "lerobot", check=True).written == 2
+    assert convert_from(tmp_path / "set", tmp_path / "store", "lerobot").written == 2
     back = images_of(tmp_path / "store")
     assert np.array_equal(back, np.stack([np.moveaxis(one, -1, 0) if first else one for one in pictures]))
 
@@ -172,9 +172,9 @@ def test_images_of_another_size_are_named(tmp_path: Path) -> None:
 
 def test_frames_keep_their_own_tasks(tmp_path: Path) -> None:
     write(tmp_path / "set", [4, 2], tasks=lambda episode, frame: "go" if episode or frame < 3 else "grasp")
-    convert_from(tmp_path / "set", tmp_path / "store", "lerobot", check=True)
+    convert_from(tmp_path / "set", tmp_path / "store", "lerobot")
     assert [block.curr_obs["task"] for block in blocks_of(tmp_path / "store")] == [["go", "go", "go", "grasp"], "go"]
-    convert_to(tmp_path / "store", tmp_path / "again", "lerobot", check=True)
+    convert_to(tmp_path / "store", tmp_path / "again", "lerobot")
     table = pq.read_table(next((tmp_path / "again" / "data").rglob("*.parquet"))).to_pydict()
     assert table["task_index"] == [0, 0, 0, 1, 0, 0]
 
@@ -188,13 +188,13 @@ def test_frames_are_taken_by_their_numbers_not_by_their_places(tmp_path: Path) -
         frames[:] = [frames[at] for at in (5, 2, 0, 4, 1, 3)]
 
     write(tmp_path / "set", [2, 4], change=shuffle)
-    convert_from(tmp_path / "set", tmp_path / "store", "lerobot", check=True)
+    convert_from(tmp_path / "set", tmp_path / "store", "lerobot")
     assert states_of(tmp_path / "store") == [[[0.0, 0.0], [0.0, 1.0]], [[1.0, float(frame)] for frame in range(4)]]
 
 
 def test_recordings_without_flags_end_with_done(tmp_path: Path) -> None:
     write(tmp_path / "set", [2, 3])
-    convert_from(tmp_path / "set", tmp_path / "store", "lerobot", check=True)
+    convert_from(tmp_path / "set", tmp_path / "store", "lerobot")
     assert [block.dones.flatten().tolist() for block in blocks_of(tmp_path / "store")] == [
         [False, True],
         [False] * 2 + [True],
@@ -207,7 +207,7 @@ def test_recordings_without_flags_end_with_done(tmp_path: Path) -> None:
 def test_an_empty_store_becomes_a_set_without_episodes(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store"):
         pass
-    assert convert_to(tmp_path / "store", tmp_path / "set", "lerobot", check=True).written == 0
+    assert convert_to(tmp_path / "store", tmp_path / "set", "lerobot").written == 0
 
 
 def without(*numbers: int) -> Callable[..., None]:
@@ -223,7 +223,7 @@ def test_an_episode_absent_from_the_metadata_is_named_and_the_others_come(
 ) -> None:
     caplog.set_level(logging.WARNING)
     write(tmp_path / "set", [2, 2, 2], change=without(lost))
-    done = convert_from(tmp_path / "set", tmp_path / "store", "lerobot", check=True)
+    done = convert_from(tmp_path / "set", tmp_path / "store", "lerobot")
     assert (done.written, list(done.problems)) == (2, [f"episode {lost}"])
     assert "is in data/, but not in meta/episodes" in done.problems[f"episode {lost}"]
     kept = [number for number in range(3) if number != lost]
@@ -244,7 +244,7 @@ def test_hidden_files_beside_the_data_are_no_data(tmp_path: Path) -> None:
     write(tmp_path / "set", [2, 2])
     for name in ("data/chunk-000/._file-000.parquet", "meta/episodes/chunk-000/._file-000.parquet", "data/.DS_Store"):
         (tmp_path / "set" / name).write_bytes(b"\x00\x05\x16\x07")
-    done = convert_from(tmp_path / "set", tmp_path / "store", "lerobot", check=True)
+    done = convert_from(tmp_path / "set", tmp_path / "store", "lerobot")
     assert (done.written, done.problems) == (2, {})
 
 
@@ -253,7 +253,7 @@ def test_odd_names_of_folders_are_taken_as_they_are(tmp_path: Path, name: str) -
     for decoy in ("lr=1", "ab", "runs", "x0", "x1"):
         write(tmp_path / decoy, [1, 1, 1])
     write(tmp_path / name, [2, 2])
-    assert convert_from(tmp_path / name, tmp_path / "store", "lerobot", check=True).written == 2
+    assert convert_from(tmp_path / name, tmp_path / "store", "lerobot").written == 2
     assert [len(states) for states in states_of(tmp_path / "store")] == [2, 2]
 
 
@@ -267,7 +267,7 @@ def test_frames_a_second_may_be_a_column_with_one_value(tmp_path: Path) -> None:
     steady, uneven = torch.full((4, 1, 1), 50.0), torch.tensor([50.0, 50.0, 25.0, 50.0]).reshape(4, 1, 1)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
         buffer.add_trajectories([block(steady), block(uneven)])
-    done = convert_to(tmp_path / "store", tmp_path / "set", "lerobot", check=True)
+    done = convert_to(tmp_path / "store", tmp_path / "set", "lerobot")
     assert done.written == 1
     assert [*done.problems.values()] == ["forward_inputs.fps: must be one number for the whole episode"]
     assert "forward_inputs" not in done.lost

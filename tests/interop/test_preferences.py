@@ -11,8 +11,7 @@ import pytest
 from tests.stores import stored
 from trajstore import AgentTrajectory, Reward, annotate
 from trajstore.cli import main
-from trajstore.errors import ConfigurationError, CorruptStoreError
-from trajstore.interop import convert
+from trajstore.errors import ConfigurationError
 from trajstore.interop.convert import convert_from, convert_to
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -57,8 +56,8 @@ def test_pairs_are_the_best_and_the_worst_of_a_task_and_prompt(tmp_path: Path) -
         tools=TOOLS,
     )
     annotate(store, 17, {"outcome": 0.0})
-    done = convert_to(store, tmp_path / "pairs", "dpo", check=True)
-    assert (done.written, done.checked, done.problems, done.left_out) == (3, 3, {}, 0)
+    done = convert_to(store, tmp_path / "pairs", "dpo")
+    assert (done.written, done.problems, done.left_out) == (3, {}, 0)
     assert done.not_chosen == {
         "without an outcome": 1,
         "without a prompt or without an answer of the model": 3,
@@ -85,8 +84,8 @@ def test_pairs_are_the_best_and_the_worst_of_a_task_and_prompt(tmp_path: Path) -
 def test_single_preferences_are_labelled_by_their_outcome(tmp_path: Path) -> None:
     outcomes = (0.0, 0.5, 0.51, 1.0, None)
     store = made(tmp_path / "store", *[(str(at), chat("q", "a"), outcome) for at, outcome in enumerate(outcomes)])
-    done = convert_to(store, tmp_path / "out", "kto", check=True)
-    assert (done.written, done.checked, done.not_chosen) == (4, 4, {"without an outcome": 1})
+    done = convert_to(store, tmp_path / "out", "kto")
+    assert (done.written, done.not_chosen) == (4, {"without an outcome": 1})
     rows = pl.read_parquet(tmp_path / "out")
     assert (rows["label"].to_list(), rows["trajectory_id"].to_list()) == ([False, False, True, True], [*"0123"])
     assert rows["completion"][0].to_list()[0]["content"] == "a"
@@ -103,7 +102,7 @@ def test_contents_that_are_no_texts_are_named(
         *[("b", chat([*texts, PIXELS], answer), outcome) for answer, outcome in (("a", 1.0), ("b", 0.0))],
         ("c", chat("q", "a", {"role": "user", "content": [LINK]}), 1.0),
     )
-    done = convert_to(store, tmp_path / "out", form, check=True)
+    done = convert_to(store, tmp_path / "out", form)
     problem = "has an image or another part that is no text; chat has it"
     problems = {f"trajectory {at}": f"messages[{at // 4}]: {problem}" for at in (2, 3, 4)}
     assert (done.written, done.problems) == (written, {} if form == "trl" else problems)
@@ -192,15 +191,15 @@ def test_other_forms_of_conversations_become_openais(
         names = ("role", "content", "tool_calls", "tool_call_id")
         return {name: message[name] for name in names if message.get(name) is not None}
 
-    done = convert_to(store, tmp_path / "chat", "chat", check=True)
-    assert (done.written, done.checked, done.problems) == (2, 2, {})
+    done = convert_to(store, tmp_path / "chat", "chat")
+    assert (done.written, done.problems) == (2, {})
     counted = {what: count for what, count in done.changed.items() if "OpenAI" not in what}
     assert counted == {what: 2 * count for what, count in (changed | THOUGHTS).items()}
     line = json.loads((tmp_path / "chat").read_text().splitlines()[0])
     assert [known(message) for message in line["messages"][:-1]] == plain
     assert line["tools"] == TOOLS
     for form in ("trl", "dpo", "kto", "verl"):
-        done = convert_to(store, tmp_path / form, form, check=True)
+        done = convert_to(store, tmp_path / form, form)
         assert (done.problems, done.not_chosen) == ({}, {})
         assert THOUGHTS.keys().isdisjoint(done.changed)
         row = pl.read_parquet(tmp_path / form).to_dicts()[0]
@@ -212,9 +211,7 @@ def test_other_forms_of_conversations_become_openais(
     assert f"{store}: thoughts of the model left out: 2\n" in capsys.readouterr().out
 
 
-def test_a_store_without_pairs_and_files_that_are_not_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_without_pairs_and_files_that_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = made(tmp_path / "store", ("a", chat("q", "a"), 1.0), ("b", chat("q", "b"), 0.0))
     with pytest.raises(ConfigurationError, match="no pairs: 2 alone with its task and prompt"):
         convert_to(store, tmp_path / "out", "dpo")
@@ -224,6 +221,3 @@ def test_a_store_without_pairs_and_files_that_are_not_read(
     assert capsys.readouterr().out == f"{tmp_path / 'out'}: 2 rollouts\n"
     with pytest.raises(ConfigurationError, match="kto can only be written"):
         convert_from(tmp_path / "out", tmp_path / "back", "kto")
-    monkeypatch.setattr(convert, "differences", lambda *_, **__: ["label"])
-    with pytest.raises(CorruptStoreError, match="the check found other values, or none, of label"):
-        convert_to(store, tmp_path / "other", "kto", check=True)

@@ -12,8 +12,7 @@ import pytest
 from tests.interop.test_formats import ODD, read_all
 from tests.stores import stored
 from trajstore import AgentTrajectory, Reward
-from trajstore.errors import ConfigurationError, CorruptStoreError
-from trajstore.interop import convert
+from trajstore.errors import ConfigurationError
 from trajstore.interop.convert import convert_from, convert_to
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -50,8 +49,8 @@ def test_nanoseconds_are_kept_and_years_after_9999_are_named(tmp_path: Path) -> 
         "far": pa.array([0, 0, 0, 0, 10**18], pa.timestamp("us")),
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    done = convert_from(tmp_path / "a.parquet", tmp_path / "out", "trl", check=True)
-    assert (done.checked, list(done.problems)) == (4, ["a.parquet: row 4"])
+    done = convert_from(tmp_path / "a.parquet", tmp_path / "out", "trl")
+    assert (done.written, list(done.problems)) == (4, ["a.parquet: row 4"])
     assert "year 33658 is out of range" in done.problems["a.parquet: row 4"]
     found = [one.metadata for one in read_all(tmp_path / "out") if isinstance(one, AgentTrajectory)]
     expected = ["1970-01-01 00:00:00", "2023-11-14 22:13:20.123456", "1969-12-31 23:59:59.999999999"]
@@ -74,20 +73,20 @@ def test_odd_names_of_files_and_folders_are_taken_as_they_are(tmp_path: Path, na
         for file in ("a", f"{name}"):
             texts = [f"{folder} {file} {number}" for number in range(2)]
             pq.write_table(rows(*texts), tmp_path / folder / f"{file}.parquet")
-    convert_from(tmp_path / name, tmp_path / "store", "trl", check=True)
+    convert_from(tmp_path / name, tmp_path / "store", "trl")
     expected = {f"{name} {file} {number}" for file in ("a", name) for number in range(2)}
     assert set(prompts_of(tmp_path / "store")) == expected
     single = tmp_path / name / f"{name}.parquet"
-    convert_from(single, tmp_path / "one", "trl", check=True)
+    convert_from(single, tmp_path / "one", "trl")
     assert prompts_of(tmp_path / "one") == [f"{name} {name} {number}" for number in range(2)]
-    convert_to(tmp_path / "store", tmp_path / name / "out", "trl", check=True)
+    convert_to(tmp_path / "store", tmp_path / name / "out", "trl")
 
 
 def test_arrow_files_are_refused_and_hidden_files_skipped(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     pq.write_table(rows("a"), tmp_path / "saved" / "a.parquet")
     (tmp_path / "saved" / "._x.parquet").write_bytes(b"\x00\x05")
-    convert_from(tmp_path / "saved", tmp_path / "store", "trl", check=True)
+    convert_from(tmp_path / "saved", tmp_path / "store", "trl")
     assert prompts_of(tmp_path / "store") == ["a"]
     arrow = tmp_path / "saved" / "data-00000-of-00001.arrow"
     arrow.touch()
@@ -99,7 +98,7 @@ def test_arrow_files_are_refused_and_hidden_files_skipped(tmp_path: Path) -> Non
 def test_maps_and_nan_of_parquet_do_not_lose_their_row(tmp_path: Path) -> None:
     table = rows("a", "b").append_column("m", pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())))
     pq.write_table(table.append_column("score", pa.array([float("nan"), 2.0])), tmp_path / "x.parquet")
-    done = convert_from(tmp_path / "x.parquet", tmp_path / "store", "trl", check=True)
+    done = convert_from(tmp_path / "x.parquet", tmp_path / "store", "trl")
     assert (done.written, done.problems) == (2, {})
     assert [one.metadata for one in read_all(tmp_path / "store")] == [{"m": {"k": 1}}, {"score": 2.0}]  # type: ignore[union-attr]
 
@@ -121,7 +120,7 @@ def test_two_prompts_of_verl_never_share_a_task(tmp_path: Path, caplog: pytest.L
     }
     for name, rows_of_file in files.items():
         pl.DataFrame(rows_of_file).write_parquet(folder / f"{name}.parquet")
-    convert_from(folder, tmp_path / "store", "verl", check=True)
+    convert_from(folder, tmp_path / "store", "verl")
     tasks: dict[str, set[str]] = {}
     for one in read_all(tmp_path / "store"):
         assert isinstance(one, AgentTrajectory)
@@ -132,7 +131,7 @@ def test_two_prompts_of_verl_never_share_a_task(tmp_path: Path, caplog: pytest.L
     assert names["a"].startswith("gsm8k:7:")
     assert names["f"].startswith("gsm8k:")
     for said in ("4 rows have no extra_info.index", "1 tasks have several prompts"):
-        assert caplog.text.count(said) == 1, "also where a check reads the files again"
+        assert caplog.text.count(said) == 1
 
 
 def test_a_store_of_the_other_kind_is_refused(tmp_path: Path) -> None:
@@ -140,16 +139,6 @@ def test_a_store_of_the_other_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="takes episodes; there are only rollouts"):
         convert_to(store, tmp_path / "set", "lerobot")
     assert not (tmp_path / "set").exists()
-
-
-def test_a_difference_that_the_check_finds_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = stored(tmp_path / "store", [rollout("a")])
-    with monkeypatch.context() as patch:
-        patch.setattr(convert, "differences", lambda *_, **__: ["messages"])
-        with pytest.raises(CorruptStoreError, match="the check found other values, or none, of messages"):
-            convert_to(store, tmp_path / "out", "jsonl", check=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
-    assert convert_to(store, tmp_path / "out", "jsonl", check=True).checked == 1
 
 
 @pytest.mark.parametrize("form", ["chat", "jsonl", "trl"])
@@ -163,7 +152,7 @@ def test_nan_loses_no_row_and_large_integers_are_not_rounded(tmp_path: Path, for
         messages = json.dumps([{"role": "user", "content": "NaN?"}, {"role": "assistant", "content": "a"}])
         lines = [f'{{"messages": {messages}, "metadata": {text}}}\n' for text in metadata]
         source.write_text("".join(lines))
-    done = convert_from(source, tmp_path / "store", form, check=True)
+    done = convert_from(source, tmp_path / "store", form)
     (one,) = read_all(tmp_path / "store")
     assert isinstance(one, AgentTrajectory)
     assert (one.metadata["seed"], one.metadata.get("score"), one.messages[0]["content"]) == (2**64 - 1, None, "NaN?")

@@ -25,9 +25,6 @@ def _configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--where", metavar="CONDITION", help='only matching trajectories, e.g. "outcome > 0"')
     parser.add_argument("--pin", metavar="NAME", help="the trajectories of a pin")
-    parser.add_argument(
-        "--check", action="store_true", help="read DST back and compare it with SRC before it appears; stores always"
-    )
 
 
 def _run(options: Namespace, out: Output) -> int:
@@ -68,13 +65,7 @@ def _foreign(options: Namespace, out: Output) -> int:
     with ProgressBar("converting", sys.stderr) as bar:
         if options.origin is None:
             done = convert_to(
-                options.source,
-                options.target,
-                form.name,
-                where=options.where,
-                pin=options.pin,
-                check=options.check,
-                progress=bar,
+                options.source, options.target, form.name, where=options.where, pin=options.pin, progress=bar
             )
         else:
             done = convert_from(
@@ -83,7 +74,6 @@ def _foreign(options: Namespace, out: Output) -> int:
                 form.name,
                 trajectory_format=options.to or "pt",
                 store_frames_once=options.store_frames_once,
-                check=options.check,
                 progress=bar,
             )
     if options.json:
@@ -101,8 +91,7 @@ def _foreign(options: Namespace, out: Output) -> int:
         out.line(f"{options.source}: left out: {counted(count, 'rollout')} {why}")
     for what, count in done.changed.items():
         out.line(f"{options.source}: {what}: {count:,}")
-    checked = "" if done.checked is None else f", {done.checked:,} compared"
-    out.line(f"{done.target}: {counted(done.written, form.one)}{checked}")
+    out.line(f"{done.target}: {counted(done.written, form.one)}")
     return int(not done.is_whole)
 
 

@@ -341,8 +341,6 @@ def _judged(items: Iterable[Item], left_out: Counter[str]) -> Iterator[_Judged |
     for item in items:
         try:
             rollout = item.load()
-            if not isinstance(rollout, AgentTrajectory):
-                raise InvalidTrajectoryError("is not a rollout")
             conversation(rollout)
         except (TrajstoreError, OSError) as error:
             yield damaged(item.key, str(error), item.done)

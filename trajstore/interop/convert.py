@@ -12,13 +12,12 @@ import logging
 import os
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,7 +38,6 @@ from trajstore._core.reading.contents import Contents
 from trajstore._core.store.run_ids import own_id, shown_id, written_id
 from trajstore.errors import (
     ConfigurationError,
-    CorruptStoreError,
     InvalidTrajectoryError,
     StoreNotFoundError,
     TrajstoreError,
@@ -49,10 +47,10 @@ from trajstore.errors import (
 )
 from trajstore.interop.chat_form import in_chat_form
 from trajstore.interop.episodes import Joiner, Part
-from trajstore.interop.formats import Format, Item, Kind, Selection, Source, Writer, damaged, logger, read_parquet
+from trajstore.interop.formats import Format, Item, Selection, Source, Writer, damaged, logger
 from trajstore.operations.opening import open_readable
 from trajstore.operations.verification import Progress
-from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
+from trajstore.trajectory import AnyTrajectory, Trajectory
 
 _MODULES = {
     **dict.fromkeys(("jsonl", "parquet"), "rollouts"),
@@ -94,7 +92,6 @@ class Converted:
         not_chosen: numbers of rollouts that were left out by their outcomes, by reason.
         changed: numbers of messages that were put into OpenAI's chat form, and of what has no place there.
         problems: reason by key for each item that was not written.
-        checked: how many were read back and compared; None without ``check``.
         damage: damage of a store that hides an unknown set of trajectories; None if there is none.
     """
 
@@ -106,7 +103,6 @@ class Converted:
     not_chosen: Mapping[str, int] = field(default_factory=dict)
     changed: Mapping[str, int] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
-    checked: int | None = None
     damage: str | None = None
 
     @property
@@ -128,7 +124,7 @@ class Converted:
 
 @contextmanager
 def _saying_once() -> Iterator[None]:
-    """Drop warnings that repeat an earlier one: a check reads files again."""
+    """Drop warnings that repeat an earlier one: many items have the same fault."""
     said: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
@@ -151,7 +147,6 @@ def convert_to(
     *,
     where: str | None = None,
     pin: str | None = None,
-    check: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Write the rollouts or episodes of a store, checkpoint or run directory as files of another program.
@@ -164,14 +159,12 @@ def convert_to(
         format_name: one of :data:`FORMATS`.
         where: SQL condition on facts; None converts all.
         pin: convert the trajectories of this pin instead of the present ones.
-        check: read the files back and compare them with the store before they appear.
         progress: called with (done, total) trajectories.
 
     Raises:
         ConfigurationError: the target exists, is a URL, or is in the source; the format is unknown; the condition is
             wrong, or nothing matches it; or no item could be converted.
         MissingDependencyError: an optional package is not installed.
-        CorruptStoreError: the check found a difference; names the item and the fields.
         TrajstoreError: the source cannot be opened.
         StoreWriteError: the target cannot be written.
     """
@@ -200,7 +193,10 @@ def convert_to(
         counts: dict[str, Counter[str]] = defaultdict(Counter)
 
         def stored() -> Iterable[Item]:
-            items = _stored(reader, wanted, form.kind, frozenset(row["trajectory_id"] for row in found))
+            if form.kind == "episodes":
+                there = frozenset(row["trajectory_id"] for row in found)
+                return _episodes(reader, [row["trajectory_id"] for row in wanted], there)
+            items = _rollouts(reader, wanted)
             return items if form.thoughts is None else _in_chat_form(items, form.thoughts, counts)
 
         chosen = None
@@ -216,9 +212,6 @@ def convert_to(
             result.lost.append(LATE)
         written_counts = [count for key, count in counts.items() if key not in result.problems]
         result.changed = sum(written_counts, Counter[str]())
-        if check:
-            rows = [Item(item.key, partial(_encoded, item, writer), item.done) for item in chosen or ()]
-            _check(lambda: rows or stored(), form, made, result, True)
     return result
 
 
@@ -230,7 +223,6 @@ def convert_from(
     *,
     trajectory_format: str = "pt",
     store_frames_once: bool = False,
-    check: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Make a store of files of another program.
@@ -243,7 +235,6 @@ def convert_from(
         format_name: one of :data:`FORMATS`.
         trajectory_format: format of the shards.
         store_frames_once: as for :class:`~trajstore.TrajectoryReplayBuffer`.
-        check: read the store back and compare it with the files before it appears.
         progress: called with (done, total) bytes or items of the source.
 
     Raises:
@@ -251,7 +242,6 @@ def convert_from(
         ConfigurationError: the target exists or is a URL, the format is unknown or cannot be read, the source is
             empty, or no item could be converted; names the first.
         MissingDependencyError: an optional package is not installed.
-        CorruptStoreError: the check found a difference; names the item and the fields.
         StoreWriteError: the target cannot be written.
     """
     form = format_named(format_name)
@@ -268,50 +258,46 @@ def convert_from(
             _write(form, items, writer, result, progress)
         if not result.written:
             raise ConfigurationError(f"{origin}: has no {form.kind}")
-        if check:
-            with TrajectoryReplayBuffer.open(made, verify_shards=True) as reader:
-                rows = [{"trajectory_id": number} for number in reader.trajectory_ids.tolist()]
-                # episodes are whole trajectories here
-                _check(lambda: _stored(reader, rows, "rollouts"), form, origin, result, False)
     return result
 
 
-def _stored(
-    reader: Reader, rows: Sequence[Mapping[str, Any]], kind: Kind, there: Collection[int] = ()
-) -> Iterator[Item]:
-    """Yield the rollouts of a store, or the episodes of its step trajectories, joined where they cross blocks.
+def _rollouts(reader: Reader, rows: Iterable[Mapping[str, Any]]) -> Iterator[Item]:
+    """Yield the rollouts with these ids and commit times."""
+    for done, row in enumerate(rows, start=1):
+        number = row["trajectory_id"]
+        facts = {"trajectory_id": written_id(number), "committed": row["committed"]}
+        yield Item(f"trajectory {shown_id(number)}", partial(reader.get, number), done, facts)
+
+
+def _episodes(reader: Reader, numbers: Iterable[int], there: Collection[int]) -> Iterator[Item]:
+    """Yield the episodes of blocks, joined where they cross blocks.
 
     Args:
         reader: of the store.
-        rows: ids and commit times of what is converted.
-        kind: of what is converted.
-        there: ids that were chosen, of both kinds: a block whose predecessor is none of them may begin in an episode.
+        numbers: ids of the blocks.
+        there: ids that were chosen, rollouts too: a block whose predecessor is none of them may begin in an episode.
     """
     joiner, done, gaps = Joiner(), 0, 0
 
-    def item(part: Part) -> Item:
-        return Item(part.key, lambda: part.trajectory, done, part.facts)
+    def items(parts: Iterable[Part]) -> Iterator[Item]:
+        for part in parts:
+            yield Item(part.key, lambda part=part: part.trajectory, done)  # type: ignore[misc]
 
-    for done, row in enumerate(rows, start=1):
-        number, key = row["trajectory_id"], f"trajectory {shown_id(row['trajectory_id'])}"
-        facts = {"trajectory_id": written_id(number), "committed": row.get("committed")}
-        if kind == "rollouts":
-            yield Item(key, lambda number=number: reader.get(number), done, facts)  # type: ignore[misc]
-            continue
+    for done, number in enumerate(numbers, start=1):
         follows = own_id(number) == 0 or number - 1 in there
         gaps += not follows
         if not follows and not joiner.crosses:
             with suppress(TrajstoreError, OSError):
                 if isinstance(left_out := reader.get(number - 1), Trajectory):
                     joiner.look(left_out)
+        key = f"trajectory {shown_id(number)}"
         try:
-            whole = reader.get(number)
-            parts = list(joiner.add(key, whole, facts)) if isinstance(whole, Trajectory) else []
+            parts = list(joiner.add(key, cast(Trajectory, reader.get(number))))
         except (TrajstoreError, OSError) as error:
             yield damaged(key, str(error), done)
-            continue
-        yield from map(item, parts)
-    yield from map(item, joiner.rest())
+        else:
+            yield from items(parts)
+    yield from items(joiner.rest())
     if gaps and joiner.crosses:
         logger.warning(
             "convert: %s on blocks that are not there (evicted, or not chosen), in which episodes may have begun; if "
@@ -334,9 +320,7 @@ def _in_chat_form(items: Iterable[Item], thoughts: bool, counts: dict[str, Count
     """Yield items that load rollouts in OpenAI's chat form, and put what :func:`in_chat_form` counts by their keys."""
 
     def load(item: Item) -> Any:
-        rollout = item.load()
-        if isinstance(rollout, AgentTrajectory):
-            rollout, counts[item.key] = in_chat_form(rollout, thoughts)
+        rollout, counts[item.key] = in_chat_form(item.load(), thoughts)
         return rollout
 
     for item in items:
@@ -359,8 +343,7 @@ def _write(form: Format, source: Source, writer: Writer, result: Converted, prog
             try:
                 trajectory = item.load()
                 for part in trajectory if isinstance(trajectory, tuple) else (trajectory,):
-                    names = (name for name, _ in _leaves(part) if name not in form.carries)
-                    lost.update(filter(None, (_field_of(name, result.cannot_carry) for name in names)))
+                    lost.update(_lost(part, result.cannot_carry, form.carries))
                 yield writer.encode(trajectory, item.facts), _nbytes(trajectory), item.done
             except (TrajstoreError, OSError) as error:
                 result.problems[item.key] = str(error)
@@ -375,8 +358,23 @@ def _write(form: Format, source: Source, writer: Writer, result: Converted, prog
     writer.finish()
 
 
-def _encoded(item: Item, writer: Writer) -> Any:
-    return writer.encode(item.load(), item.facts)
+def _lost(trajectory: AnyTrajectory, cannot_carry: Sequence[str], carries: Sequence[str]) -> Iterator[str]:
+    """Yield the fields that a trajectory has and a format cannot carry."""
+    names = [f"{name}." for name in _leaves(trajectory) if name not in carries]
+    return (field for field in cannot_carry if any(name.startswith(f"{field}.") for name in names))
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted names of the values that are not empty; :data:`LATE` for late ones."""
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            inner = f"{path}.{name}" if path else str(name)
+            is_late = path == "metadata" and name in (GIVEN, RECORDED)
+            yield from _leaves(item, LATE if is_late or inner == "notes" else inner)
+    elif value is not None and value != "" and value != []:
+        yield path
 
 
 def _nbytes(value: Any) -> int:
@@ -452,85 +450,3 @@ def _staging(target: Path) -> Iterator[Path]:
             if target.exists():
                 raise KeyboardInterrupt(f"interrupted, but {target} is complete") from error
             raise
-
-
-# -- checking -----------------------------------------------------------------------------------------
-
-
-def _check(stored: Callable[[], Iterable[Item]], form: Format, path: Path, result: Converted, written: bool) -> None:
-    """Compare the items of a store with those of files.
-
-    Args:
-        stored: returns the items of the store.
-        form: the format of the files.
-        path: of the files.
-        result: gets the number of items.
-        written: the files were made of the store, so they lack what the format cannot carry.
-
-    Raises:
-        CorruptStoreError: there is a difference; names the item.
-    """
-    lost = form.cannot_carry if written else ()
-    read = form.read(path) if form.read else read_parquet(path, lambda row: row)
-    pairs = zip_longest(
-        *((item for item in items if item.key not in result.problems) for items in (stored(), read.items))
-    )
-    result.checked = 0
-    for item, copy in pairs:
-        if item is None or copy is None:
-            more = "more" if item is None else "fewer"
-            raise CorruptStoreError(f"{result.target}: the check found {more} items")
-        if names := differences(item.load(), copy.load(), lost):
-            raise CorruptStoreError(
-                f"{result.target}: {copy.key}: the check found other values, or none, of {listed(names)}"
-            )
-        result.checked += 1
-
-
-def differences(one: AnyTrajectory, other: AnyTrajectory, lost: Sequence[str] = ()) -> list[str]:
-    """Return the names of the fields in which two trajectories differ, without those that a format loses.
-
-    NaN equals itself; dtypes must be equal.
-
-    Args:
-        one: a trajectory.
-        other: another one.
-        lost: names of fields, as ``Format.cannot_carry`` has them.
-    """
-    first, second = dict(_leaves(one)), dict(_leaves(other))
-    return sorted(
-        name
-        for name in first.keys() | second.keys()
-        if _field_of(name, lost) is None
-        and not (name in first and name in second and _equal(first[name], second[name]))
-    )
-
-
-def _field_of(name: str, fields_lost: Sequence[str]) -> str | None:
-    """Return the lost field that a leaf is or is in."""
-    return next((field for field in fields_lost if name == field or name.startswith(f"{field}.")), None)
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if is_dataclass(value):
-        value = vars(value)
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            inner = f"{path}.{name}" if path else str(name)
-            is_late = path == "metadata" and name in (GIVEN, RECORDED)
-            yield from _leaves(item, LATE if is_late or inner == "notes" else inner)
-    elif value is not None and value != "" and value != []:
-        yield path, value
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if not isinstance(one, torch.Tensor):
-        return bool(one == other)
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    known = ~one.isnan()
-    return torch.equal(known, ~other.isnan()) and torch.equal(one[known], other[known])

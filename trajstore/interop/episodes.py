@@ -37,14 +37,12 @@ class Part:
     Attributes:
         key: names it.
         trajectory: its steps ``[n, 1, ...]``.
-        facts: of the block in which it begins.
         block: number of the newest block with steps of it.
     """
 
     key: str
     trajectory: Trajectory
-    facts: Mapping[str, Any]
-    block: int = 0
+    block: int
 
 
 class Joiner:
@@ -60,13 +58,12 @@ class Joiner:
         self._blocks = 0
         self.crosses = False  # whether a block was open at its end
 
-    def add(self, key: str, block: Trajectory, facts: Mapping[str, Any]) -> Iterator[Part]:
+    def add(self, key: str, block: Trajectory) -> Iterator[Part]:
         """Add a block; yield the episodes that are complete.
 
         Args:
             key: names it.
             block: its steps.
-            facts: of it.
 
         Raises:
             InvalidTrajectoryError: a field has neither T nor T + E rows.
@@ -78,7 +75,7 @@ class Joiner:
         before = {environment: self._open.pop(seen, None) for environment, seen in begun.items()}
         newest: dict[int, Part] = {}
         for number, (environment, episode) in enumerate(found):
-            part = Part(f"{key}, episode {number}", episode, facts, self._blocks)
+            part = Part(f"{key}, episode {number}", episode, self._blocks)
             earlier = before.pop(environment, None)
             if environment not in newest and earlier is not None and _append(earlier, part, key):
                 part = earlier

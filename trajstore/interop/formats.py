@@ -55,7 +55,7 @@ class Item:
     """One episode or rollout of a source.
 
     Attributes:
-        key: names it in the source, e.g. ``"line 3"``; the same each time the source is read.
+        key: names it in the source, e.g. ``"line 3"``.
         load: returns the trajectory, or what ``Format.choose`` makes of some; raises ``TrajstoreError`` or ``OSError``
             if it is damaged.
         done: part of the source's ``total`` that ends with this item.
@@ -156,7 +156,7 @@ class Format:
         write: makes a writer of (path, selection).
         read: reads a file or folder; None if the format can only be written.
         choose: returns what is written of some rollouts, a row for each item, and the numbers of rollouts that are left
-            out by reason; None writes each. Such files are Parquet and not read; a check compares their rows.
+            out by reason; None writes each.
         thoughts: rollouts are written in OpenAI's chat form, with what the model thought or without; None: as they are.
         carries: leaves of the fields in ``cannot_carry`` that are in these files all the same.
     """
