@@ -33,8 +33,8 @@ def test_values_of_the_command_line(store: Path, run: Run) -> None:
         (0.5, "a=b", 1.0, "2026x"),
     ]
     assert {note.who for note in notes_of(store, 2)} == {"anna"}
-    out = run.out("list", store, "--where", "tag = 'a=b'", "--columns", "trajectory_id,score", "--csv")
-    assert out.split() == ["trajectory_id,score", "2,0.5"]
+    (row,) = run.json("list", store, "--where", "tag = 'a=b'", "--columns", "trajectory_id,score")
+    assert row == {"trajectory_id": 2, "score": 0.5}
 
 
 def test_names_that_the_store_did_not_have_are_reported(tmp_path: Path, run: Run) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from pathlib import Path
 
@@ -57,8 +55,8 @@ def test_list_begins_with_what_was_committed_last_in_any_rank(run: Run, tmp_path
     assert [name if "/" in name else f"0/{name}" for name in shown] == ["0/2", "1/2", "0/1", "1/1", "0/0"]
     assert out.splitlines()[-1] == "5 of 6 trajectories; --limit 0 shows all"
     for way in ("asc", "desc"):
-        _, out, _ = run("list", tmp_path, "--sort", f"round(outcome, 1) {way}, trajectory_id", "--csv")
-        assert [line.split(",")[1] for line in out.splitlines()[-2:]] == ["t1", "t1"]
+        rows = run.json("list", tmp_path, "--sort", f"round(outcome, 1) {way}, trajectory_id")
+        assert [row["task"] for row in rows[-2:]] == ["t1", "t1"]
 
 
 def test_an_empty_store_is_said_to_be_empty(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -78,8 +76,7 @@ def test_query_answers_about_a_pin_and_times(run: Run, store: Path) -> None:
     days = "select cast(committed as date) as day, cast('01:02:03' as time) as hour, count(*) as n from trajectories"
     answer = run.json("query", store, f"{days} group by day, hour")
     assert [(len(row["day"]), row["hour"], row["n"]) for row in answer] == [(10, "01:02:03", 9)]
-    _, out, _ = run("query", store, "select task, committed from trajectories order by trajectory_id", "--csv")
-    rows = list(csv.DictReader(io.StringIO(out)))
+    rows = run.json("query", store, "select task, committed from trajectories order by trajectory_id")
     assert [row["task"] for row in rows[:2]] == ["t0", "t1"]
     assert all(row["committed"].startswith("20") for row in rows)
 
@@ -106,12 +103,9 @@ def test_query_answers_about_messages_and_tokens(run: Run, tmp_path: Path, caplo
         ["tool", "1"],
     ]
     text = "select role, content from messages where task = 'odd'"
-    _, out, _ = run("query", tmp_path / "store", f"{text} and trajectory_id = 2", "--csv")
-    assert list(csv.reader(io.StringIO(out, newline=""))) == [["role", "content"], ["user", odd], ["tool", "y" * 300]]
+    assert run.json("query", tmp_path / "store", f"{text} and trajectory_id = 2") == messages
     _, out, _ = run("query", tmp_path / "store", f"{text} and role = 'tool'")
     assert f"{'y' * 100} ... (200 more characters)" in out
-    _, out, _ = run("query", tmp_path / "store", f"{text} and role = 'nobody'", "--csv")
-    assert out == "role,content\n"
     text = "select sum(loss_mask) as n, count(old_log_probs) as scored from tokens where task = 't1'"
     assert run.json("query", tmp_path / "store", text) == [{"n": None, "scored": 4}]
     _, out, _ = run("list", tmp_path / "store", "--facts")

@@ -57,7 +57,6 @@ WRONG = [
     ("copy store ''", "the path is empty"),
     ("query store 'select from'", "sql: 'select from'"),
     ("query store 'select foo from trajectories'", "there is no column 'foo'"),
-    ("query store 'select array_agg(task) as tasks from trajectories' --csv", "--csv: tasks: lists and objects"),
     ("query store 'select foo from messages'", "there is no column 'foo'"),
     ("query store 'select foo from message'", "there is trajectories, messages, calls, tokens, steps"),
     ("list store --columns task,task", "--columns: name each fact"),

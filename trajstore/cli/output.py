@@ -78,14 +78,6 @@ class Output:
         if poll.poll(math.ceil(min(seconds * 1000, _LONGEST_WAIT))):
             raise BrokenPipeError
 
-    def data(self, text: str) -> None:
-        """Write text for another program, unchanged; on a terminal it is escaped."""
-        if self._stream.isatty():
-            for line in text.splitlines():
-                self.line(line)
-            return
-        self._stream.write(text.encode(self._encoding, "backslashreplace").decode(self._encoding))
-
     def text(self, text: str, full: bool = False) -> None:
         """Write text of several lines with a bar before each, so that none can pass for a line of the report.
 

@@ -46,7 +46,7 @@ def _configure_query(parser: ArgumentParser) -> None:
     parser.add_argument(
         "sql", metavar="SQL", help="statement about 'trajectories', 'messages', 'calls', 'tokens', 'steps' or 'trained'"
     )
-    _configure_form(parser)
+    parser.add_argument("--json", action="store_true", help="write the rows as JSON")
 
 
 def _configure_list(parser: ArgumentParser) -> None:
@@ -72,18 +72,12 @@ def _configure_list(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--open", action="store_true", help="list the agent sessions that are not rollouts of the store yet, then exit"
     )
-    _configure_form(parser)
+    parser.add_argument("--json", action="store_true", help="write the rows as JSON")
 
 
 def _configure_place(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or directory of RLinf")
     parser.add_argument("--pin", metavar="NAME", help="use the trajectories of a pin")
-
-
-def _configure_form(parser: ArgumentParser) -> None:
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="write the rows as JSON")
-    form.add_argument("--csv", action="store_true", help="write the rows as CSV")
 
 
 def _query(options: Namespace) -> tuple[Query, Callable[[], int]]:
@@ -99,31 +93,26 @@ def _query(options: Namespace) -> tuple[Query, Callable[[], int]]:
 
 
 def _run_query(options: Namespace, out: Output) -> int:
-    from trajstore.query.texts import id_columns, spelled
+    from trajstore.query.texts import id_columns
 
     query, code = _query(options)
-    if options.csv:
-        for number, part in enumerate(query.stream(options.sql)):
-            out.data(_csv(spelled(part, id_columns(options.sql, part.columns)), header=number == 0))
-    else:
-        answer = query.sql(options.sql)
-        _write(answer, id_columns(options.sql, answer.columns), options, out)
+    answer = query.sql(options.sql)
+    _write(answer, id_columns(options.sql, answer.columns), options, out)
     return code()
 
 
 def _run_list(options: Namespace, out: Output) -> int:
-    given = {"--pin": options.pin, "--sort": options.sort, "--csv": options.csv}
-    given |= {"--facts": options.facts, "--open": options.open}
+    given = {"--pin": options.pin, "--sort": options.sort, "--facts": options.facts, "--open": options.open}
     if options.follow and (beside := [name for name, value in given.items() if value not in (None, False)]):
         raise ConfigurationError(
             f"{beside[0]}: has no place beside --follow, which shows trajectories in the order of their commits"
         )
     if options.open:
-        if options.where or options.columns or options.facts or options.csv or options.pin:
-            raise ConfigurationError("--open takes no --where, --columns, --facts, --csv or --pin")
+        if options.where or options.columns or options.facts or options.pin:
+            raise ConfigurationError("--open takes no --where, --columns, --facts or --pin")
         return _list_open(options, out)
-    if options.facts and (options.where or options.columns or options.json or options.csv):
-        raise ConfigurationError("--facts lists names, as text, and takes no --where, --columns, --json or --csv")
+    if options.facts and (options.where or options.columns or options.json):
+        raise ConfigurationError("--facts lists names, as text, and takes no --where, --columns or --json")
     if options.sort is not None and not options.sort.strip():
         raise ConfigurationError("--sort: names no fact")
     if options.follow:
@@ -153,7 +142,7 @@ def _run_list(options: Namespace, out: Output) -> int:
     else:
         answer = answer.select(name for name in SHOWN if name == SHOWN[0] or answer[name].null_count() < len(answer))
     _write(answer, {"trajectory_id"} & {*answer.columns}, options, out)
-    if not (options.json or options.csv) and len(answer) < total:
+    if not options.json and len(answer) < total:
         out.line(f"{len(answer):,} of {trajectories(total)}; --limit 0 shows all")
     return code()
 
@@ -247,17 +236,9 @@ def _write(table: DataFrame, ids: set[str], options: Namespace, out: Output) -> 
     table = spelled(table, ids)
     if options.json:
         out.json(table.to_dicts())
-    elif options.csv:
-        out.data(_csv(table))
     else:
         rows = ([shortened(shown_fact(value), _WIDTH) for value in row] for row in table.iter_rows())
         out.table([table.columns, *rows], numbers, fitted=True)
-
-
-def _csv(table: DataFrame, *, header: bool = True) -> str:
-    if nested := [name for name, kind in table.schema.items() if kind.is_nested()]:
-        raise ConfigurationError(f"--csv: {nested[0]}: lists and objects have no place in CSV; --json has them")
-    return table.write_csv(include_header=header)
 
 
 def shown_fact(value: Any) -> str:
@@ -288,7 +269,7 @@ QUERY = Command(
         "Run an SQL statement on the tables 'trajectories' (one row each, with facts as columns), 'messages', "
         "'calls' of models and 'tokens' of rollouts, 'steps' of blocks, and 'trained', the rows of optimizer "
         "steps in the training ledger PATH/ledger. All have the facts of their trajectory (trajstore list PATH "
-        "--facts). Unreadable trajectories are named and left out. The table cuts long texts; --json and --csv do not. "
+        "--facts). Unreadable trajectories are named and left out. The table cuts long texts; --json does not. "
         "Needs Polars (extra 'query')."
     ),
     configure=_configure_query,
