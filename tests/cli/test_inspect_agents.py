@@ -230,7 +230,6 @@ def test_tokens_and_values_that_came_late_of_a_rollout_of_a_run(run: Run, tmp_pa
     out = run.out("inspect", tmp_path / "run", "--trajectory", "1/0")
     assert "judge 1 anna" in " ".join(out.split())
     assert "\x1b" not in out
-    assert "from tokens" in run.err("inspect", tmp_path / "run", "--trajectory", "1/0", "--sample", 0)
 
 
 def test_tokens_as_text(run: Run, tmp_path: Path, of_numbers: None, monkeypatch: pytest.MonkeyPatch) -> None:

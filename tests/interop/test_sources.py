@@ -33,37 +33,30 @@ def prompts_of(path: Path) -> list[str]:
     return [rollout.messages[0]["content"] for rollout in read_all(path) if isinstance(rollout, AgentTrajectory)]
 
 
-def test_nanoseconds_are_kept_and_years_after_9999_are_named(tmp_path: Path) -> None:
-    counts = pa.array([0, 1_700_000_000_123_456_000, -1, 1_700_000_000_123_456_789, 5], pa.int64())
+def test_times_keep_their_nanoseconds_and_years_after_9999(tmp_path: Path) -> None:
+    counts = pa.array([0, -1, 1_700_000_000_123_456_789], pa.int64())
     times = counts.cast(pa.timestamp("ns"))
     columns = {
-        "prompt": ["a"] * 5,
-        "completion": ["b"] * 5,
-        "utc": times,
+        "prompt": ["a"] * 3,
+        "completion": ["b"] * 3,
         "there": times.cast(pa.timestamp("ns", "Asia/Kolkata")),
         "took": counts.cast(pa.duration("ns")),
-        "day": pa.array([0, 1_000, 1_001, 86_399_999_999_999, 5], pa.time64("ns")),
+        "day": pa.array([0, 1_001, 86_399_999_999_999], pa.time64("ns")),
         "lists": pa.array([[value] for value in counts.to_pylist()], pa.list_(pa.timestamp("ns"))),
         "parts": pa.array([{"at": value} for value in counts.to_pylist()], pa.struct([("at", pa.timestamp("ns"))])),
         "map": pa.array([[("at", value)] for value in counts.to_pylist()], pa.map_(pa.string(), pa.timestamp("ns"))),
-        "far": pa.array([0, 0, 0, 0, 10**18], pa.timestamp("us")),
+        "far": pa.array([0, 0, 10**18], pa.timestamp("us")),
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    done = convert_from(tmp_path / "a.parquet", tmp_path / "out", "trl")
-    assert (done.written, list(done.problems)) == (4, ["a.parquet: row 4"])
-    assert "year 33658 is out of range" in done.problems["a.parquet: row 4"]
+    assert convert_from(tmp_path / "a.parquet", tmp_path / "out", "trl").problems == {}
     found = [one.metadata for one in read_all(tmp_path / "out") if isinstance(one, AgentTrajectory)]
-    expected = ["1970-01-01 00:00:00", "2023-11-14 22:13:20.123456", "1969-12-31 23:59:59.999999999"]
-    expected.append("2023-11-14 22:13:20.123456789")
-    assert [one["utc"] for one in found] == expected
+    expected = ["1970-01-01 00:00:00.000000000", "1969-12-31 23:59:59.999999999", "2023-11-14 22:13:20.123456789"]
     assert [one["lists"] for one in found] == [[time] for time in expected]
     assert [one["parts"] for one in found] == [one["map"] for one in found] == [{"at": time} for time in expected]
-    assert [one["there"] for one in found][2:] == [
-        "1970-01-01 05:29:59.999999999+05:30",
-        "2023-11-15 03:43:20.123456789+05:30",
-    ]
-    assert [one["took"] for one in found][2:] == ["-1 day, 23:59:59.999999999", "19675 days, 22:13:20.123456789"]
-    assert [one["day"] for one in found] == ["00:00:00", "00:00:00.000001", "00:00:00.000001001", "23:59:59.999999999"]
+    assert found[2]["there"] == "2023-11-15 03:43:20.123456789+05:30"
+    assert [one["took"] for one in found] == counts.to_pylist()
+    assert [one["day"] for one in found] == [0, 1_001, 86_399_999_999_999]
+    assert found[2]["far"] == "+33658-09-27 01:46:40.000000"
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -17,7 +17,6 @@ from tests.view.test_bundle import bundled, serve_files  # noqa: F401
 from tests.view.test_server import ask, get, trajectory
 from tools.browser import Page
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.cli import main
 from trajstore.interop.convert import convert_from, convert_to
 from trajstore.interop.rlinf.trajectory import flatten_trajectory
 from trajstore.loader import PreloadReplayBufferDataset, ReplayBufferDataset, ReplayLoader
@@ -183,16 +182,6 @@ def test_the_pages_curves_and_counts_are_those_of_valid_steps(serve: Serve, path
     assert ask(address, "overview")["samples"] == len(VALID)
     assert [row["samples"] for row in ask(address, "page")["rows"]] == [36, 37]
     assert ask(address, "facts", id="1")["samples"] == 37
-
-
-def test_inspect_shows_each_step_by_its_number(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(2):
-        for row in (0, 1, 13, 14, 39):
-            assert main(["inspect", str(path), "--trajectory", str(number), "--sample", str(row), "--json"]) == 0
-            values = json.loads(capsys.readouterr().out)["values"]
-            here = colour(number, row // BATCH, row % BATCH)
-            assert values["rewards"] == [here]
-            assert np.unique(values["curr_obs.image"]).tolist() == [here]
 
 
 @pytest.mark.parametrize("make", [ReplayBufferDataset, PreloadReplayBufferDataset])

@@ -50,7 +50,6 @@ def _configure(parser: ArgumentParser) -> None:
         metavar="ID",
         help="show one trajectory (3/17: 17 of a run's rank 3); for a rollout, its messages",
     )
-    parser.add_argument("--sample", type=int, metavar="K", help="show sample K of a block (t * B + b)")
     parser.add_argument("--full", action="store_true", help="with --trajectory, show all of long texts and values")
     add_tokenizer(parser)
     parser.add_argument(
@@ -66,7 +65,7 @@ def _run(options: Namespace, out: Output) -> int:
     from trajstore.operations.inspect import inspect
     from trajstore.operations.trajectory_report import inspect_trajectory
 
-    detail = [name for name in ("sample", "tokenizer", "full") if vars(options)[name] not in (None, False)]
+    detail = [name for name in ("tokenizer", "full") if vars(options)[name] not in (None, False)]
     if detail and options.trajectory is None:
         raise ConfigurationError(f"--{detail[0]} needs --trajectory: it is about one trajectory")
     if options.max_age is not None and not options.max_age >= 0:
@@ -75,7 +74,7 @@ def _run(options: Namespace, out: Output) -> int:
         if value is not None and options.trajectory is not None:
             raise ConfigurationError(f"{name} is about a store or run: without --trajectory")
     if options.trajectory is not None:
-        report = inspect_trajectory(options.path, options.trajectory, options.sample, options.tokenizer)
+        report = inspect_trajectory(options.path, options.trajectory, options.tokenizer)
     else:
         report = inspect(options.path, ranks=options.ranks)
         report["integrity"]["problems"] += _too_old(report, options.max_age)

@@ -144,7 +144,7 @@ def write_trajectory(report: dict[str, Any], out: Output, full: bool = False) ->
     out.heading(f"{report['path']}: {words} {report['trajectory_id']}")
     for problem in report["integrity"]["problems"]:
         out.line(f"  problem: {problem}")
-    own = ("path", "kind", "trajectory_id", "integrity", "messages", "metadata", "token_parts", "values", "session")
+    own = ("path", "kind", "trajectory_id", "integrity", "messages", "metadata", "token_parts", "session")
     write(report, out, (*own, "columns", "notes"))
     if session := report.get("session"):
         out.heading(f"session {session['id']}, path {session['path']} of {session['paths']}")
@@ -152,7 +152,6 @@ def write_trajectory(report: dict[str, Any], out: Output, full: bool = False) ->
         write_table([{name: call[name] for name in shown} for call in session["calls"]], out)
         for gap in session["incomplete"]:
             out.line(f"  incomplete: {gap['id']}" + (f", {gap['reason']}" if gap["reason"] else ""))
-    _write_values("values", report.get("values", {}), out)
     if report.get("metadata"):
         from trajstore.attachments import summarized  # the command line starts without torch
 

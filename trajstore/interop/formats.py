@@ -315,33 +315,26 @@ def read_lines(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Sou
     return Source(items(), path.stat().st_size)
 
 
-def _exact(kind: Any) -> Any:
-    """Return a type of Polars with times as integers: Python's have microseconds, and no years after 9999."""
+def _without_times(kind: Any) -> Any:
+    """Return a type of Polars with dates as texts, and durations and times of day as whole numbers, all exact."""
     if kind.is_temporal():
-        return pl.Int64()
+        return pl.String() if isinstance(kind, pl.Date | pl.Datetime) else pl.Int64()
     if isinstance(kind, pl.List | pl.Array):
-        return pl.List(_exact(kind.inner)) if isinstance(kind, pl.List) else pl.Array(_exact(kind.inner), kind.size)
+        inner = _without_times(kind.inner)
+        return pl.List(inner) if isinstance(kind, pl.List) else pl.Array(inner, kind.size)
     if isinstance(kind, pl.Struct):
-        return pl.Struct({name: _exact(inner) for name, inner in kind.to_schema().items()})
-    return type(kind)(kind.key, _exact(kind.value)) if hasattr(kind, "key") else kind  # a map
-
-
-def _time(value: int, kind: pl.DataType) -> str:
-    """Return the text of a time as an integer: Python's, with nine digits where six are not enough."""
-    rest = value % 1000 if kind == pl.Time or getattr(kind, "time_unit", "") == "ns" else 0
-    text = str(pl.Series([value - rest]).cast(kind)[0])
-    parts = re.fullmatch(r"(.*?:\d\d:\d\d)(?:[.](\d{6}))?(.*)", text)
-    return text if not rest or parts is None else f"{parts[1]}.{parts[2] or '000000'}{rest:03}{parts[3]}"
+        return pl.Struct({name: _without_times(inner) for name, inner in kind.to_schema().items()})
+    return type(kind)(kind.key, _without_times(kind.value)) if hasattr(kind, "key") else kind  # a map
 
 
 def _plain(value: Any, kind: pl.DataType) -> Any:
-    """Return a value of a Parquet column: JSON decoded, times as texts, structs without the keys that are null."""
+    """Return a value of a Parquet column: JSON decoded, decimals as texts, structs without the keys that are null."""
     if value is None or value != value:  # pandas writes NaN for unknown numbers
         return None
     if kind.is_extension():
         return json_of(value) if kind.ext_name() == "arrow.json" else value  # type: ignore[attr-defined]
-    if kind.is_temporal() or kind.is_decimal():
-        return _time(value, kind) if isinstance(value, int) else str(value)
+    if kind.is_decimal():
+        return str(value)
     if isinstance(value, dict) and hasattr(kind, "key"):  # a map
         return {str(name): _plain(item, kind.value) for name, item in value.items()}  # type: ignore[attr-defined]
     if isinstance(value, dict):
@@ -395,9 +388,10 @@ def read_parquet(path: Path, trajectory_of: Callable[[Row], Any], plain: bool = 
             name = str(file.relative_to(path)) if path.is_dir() else file.name
             try:
                 for rows in _frames(file):
+                    if plain:
+                        rows = rows.cast({name: _without_times(kind) for name, kind in rows.schema.items()})
                     kinds = rows.schema
-                    changed = {key: _exact(kind) for key, kind in kinds.items() if plain and _exact(kind) != kind}
-                    for row in rows.cast(changed).iter_rows(named=True):
+                    for row in rows.iter_rows(named=True):
                         yield Item(f"{name}: row {number}", lambda row=row, kinds=kinds: load(row, kinds), done)  # type: ignore[misc]
                         number += 1
             except pl.exceptions.PolarsError as error:

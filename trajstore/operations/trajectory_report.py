@@ -1,8 +1,8 @@
-"""Reports on one trajectory, or on one sample of a block. JSON values."""
+"""Reports on one trajectory. JSON values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from trajstore._core.columns.conversion import with_notes
 from trajstore._core.columns.facts import GIVEN, RECORDED, SESSION, session_of
-from trajstore._core.columns.fields import Axis, join_name, walk
+from trajstore._core.columns.fields import join_name, walk
 from trajstore._core.files.base import Directory
 from trajstore._core.reading.places import Place, find_place, is_of_rank, rank_of
 from trajstore._core.reading.shard_access import ShardAccess, damage_of
@@ -45,10 +45,8 @@ WORDS = ("task_id", "data_id", "rollout_id", "query", "policy_version", "is_term
 """Fields of a rollout that the report includes unchanged."""
 
 
-def inspect_trajectory(
-    path: str | Path, trajectory_id: int | str, sample: int | None = None, tokenizer: str | Path | None = None
-) -> Report:
-    """Return a report on one trajectory of a store or a run directory, or on one of its samples.
+def inspect_trajectory(path: str | Path, trajectory_id: int | str, tokenizer: str | Path | None = None) -> Report:
+    """Return a report on one trajectory of a store or a run directory.
 
     The ``reward`` of a rollout is the one in force. ``recorded`` has the recorded values that late ``outcome``,
     ``success_rate`` and ``reward_NAME`` replace.
@@ -56,14 +54,12 @@ def inspect_trajectory(
     Args:
         path: local path or URL.
         trajectory_id: its id as displayed: 17, or ``"3/17"`` in a run directory.
-        sample: number of a transition of a block, ``t * B + b``.
         tokenizer: folder or name of the tokenizer that decodes tokens of an agent trajectory. None: the folder named by
             ``metadata["tokenizer"]``, if it is on this machine.
 
     Raises:
         TrajectoryUnavailableError: no trajectory has this id.
-        ConfigurationError: it has fewer samples, or none as a rollout; the path is not a store; or the tokenizer cannot
-            be loaded.
+        ConfigurationError: the path is not a store, or the tokenizer cannot be loaded.
         MissingDependencyError: a tokenizer was given, and ``transformers`` is not installed.
         CorruptStoreError: the trajectory or the index is damaged.
     """
@@ -89,25 +85,17 @@ def inspect_trajectory(
         "integrity": {"problems": [f"{text}; the rows of this one may be intact" for text in shard_damage]},
     }
     if isinstance(trajectory, AgentTrajectory):
-        if sample is not None:
-            raise ConfigurationError(
-                f"sample {sample}: trajectory {shown_id(number)} is a rollout, which has no samples; query its tokens: "
-                '`trajstore query PATH "select * from tokens where trajectory_id = ..."`'
-            )
         report |= _agent_report(trajectory, decoder(tokenizer_of(trajectory), tokenizer))
     else:
-        steps, batch, texts = entry.extent.steps, entry.extent.batch, {"texts": block_texts(trajectory)}
+        steps, batch = entry.extent.steps, entry.extent.batch
         report |= {
             "samples": entry.num_samples,
             "invalid_steps": steps * batch - entry.num_samples,
             "steps": steps,
             "batch": batch,
             "max_episode_length": entry.max_episode_length or None,
-            **texts,
+            "texts": block_texts(trajectory),
         }
-        if sample is not None:
-            by_row = {column.name for column in manifest.schema.columns if column.axis is not Axis.DOCUMENT}
-            return report | _sample(number, tensors, steps, batch, sample, by_row)
         report["episodes"] = _episodes(tensors, steps, batch)
     return report | {"columns": [tensor_report(*item) for item in tensors.items()]}
 
@@ -182,21 +170,6 @@ def _leaves(trajectory: Trajectory) -> dict[str, Any]:
     return {join_name(path): leaf for path, leaf in walk(fields)}
 
 
-def _sample(
-    trajectory_id: int, tensors: dict[str, torch.Tensor], steps: int, batch: int, sample: int, by_row: Collection[str]
-) -> Report:
-    """Return the values of a sample; those of the whole trajectory, not in columns ``by_row``, are unchanged."""
-    if not 0 <= sample < steps * batch:
-        last = steps * batch - 1
-        raise ConfigurationError(f"sample {sample}: trajectory {shown_id(trajectory_id)} has the samples 0 to {last}")
-    step, environment = divmod(sample, batch)
-    values = {
-        name: _value(sampled_rows(tensor, steps, name)[step, environment] if name in by_row else tensor)
-        for name, tensor in tensors.items()
-    }
-    return {"sample": sample, "step": step, "environment": environment, "values": values}
-
-
 def _episodes(tensors: dict[str, torch.Tensor], steps: int, batch: int) -> list[Report]:
     """Return the parts of episodes in a block: ``{"environment", "first", "last", "return_in_block", "end"}``.
 
@@ -224,10 +197,6 @@ def _episodes(tensors: dict[str, torch.Tensor], steps: int, batch: int) -> list[
                 report = {"environment": environment, "first": int(part[0]), "last": int(part[-1])}
                 episodes.append(report | {"return_in_block": total, "end": ends[part[-1], environment]})
     return episodes
-
-
-def _value(row: torch.Tensor) -> Any:
-    return (row.float() if row.is_floating_point() else row).tolist()
 
 
 # -- agent trajectories ------------------------------------------------------------------------------
