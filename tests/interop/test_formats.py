@@ -169,20 +169,6 @@ ROLLOUTS = st.builds(
 )
 
 
-@pytest.mark.parametrize("name", ["jsonl", *CONVERSATIONS])
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rollouts=st.lists(ROLLOUTS, min_size=1, max_size=8))
-def test_any_rollout_comes_back(
-    name: str, rollouts: list[AgentTrajectory], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp(name)
-    path = stored(folder / "store", rollouts)
-    assert convert_to(path, folder / "out", name).written == len(rollouts)
-    convert_from(folder / "out", folder / "back", name)
-    for first, second in zip(read_all(path), read_all(folder / "back"), strict=True):
-        assert same(dict(leaves(first)), dict(leaves(second)))
-
-
 @st.composite
 def blocks(draw: st.DrawFn) -> Trajectory:
     """Return steps of several environments with chunks, resets that are not valid, and episodes of any length."""

@@ -1,4 +1,4 @@
-"""What converters write, read by other means than theirs: ``json``, pyarrow and ``datasets``."""
+"""What converters write, read by other means than theirs, ``json`` and pyarrow, and by them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.interop.test_formats import ROLLOUTS
+from tests.interop.test_formats import ROLLOUTS, leaves, read_all
 from tests.stores import stored
+from tests.support.equality import same
 from trajstore import AgentTrajectory
-from trajstore.interop.convert import convert_to
+from trajstore.interop.convert import convert_from, convert_to
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 
@@ -96,6 +97,9 @@ def compare(name: str, rollouts: list[AgentTrajectory], folder: Path) -> None:
     rows = read(folder / "out")
     for row, rollout in zip(rows, rollouts, strict=True):
         assert exact(values_of(row)) == exact(expected_of(rollout))
+    convert_from(folder / "out", folder / "back", name)
+    for first, second in zip(read_all(folder / "store"), read_all(folder / "back"), strict=True):
+        assert same(dict(leaves(first)), dict(leaves(second)))
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -11,7 +11,6 @@ from typing import Any
 from trajstore.cli.output import Output, format_bytes, format_number, format_range, shortened
 
 _LONGEST_VALUE = 100  # characters of a value in a table
-_LONGEST_ROW = 12  # numbers shown (rounded) from a list; longer lists show shape and range
 _MOST_TEXTS = 10  # texts shown from a list
 _MOST_ROWS = 50  # rows shown of a table
 
@@ -79,7 +78,7 @@ _TIMES: Mapping[str, Callable[[Any], datetime]] = {
 
 
 def cell(name: str, value: Any) -> str:
-    """Return a report's value of this name as text: long texts shortened, many numbers as shape and range."""
+    """Return a report's value of this name as text: long texts shortened."""
     if value is None or (isinstance(value, Mapping | Sequence) and not value):
         return ""
     if isinstance(value, bool):
@@ -97,39 +96,7 @@ def cell(name: str, value: Any) -> str:
         return ", ".join(f"rank_{rank}" for rank in value)
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         return ", ".join(map(str, value))
-    return shown_value(value)
-
-
-def shown_value(value: Any, longest: int | None = None) -> str:
-    """Return a recorded value as text for a table: long texts shortened, many numbers as shape and range.
-
-    Args:
-        value: JSON.
-        longest: most characters of a text; None: 100.
-    """
-    text, most = str(value), longest or _LONGEST_VALUE
-    if len(text) <= most:
-        return text
-    import numpy as np  # the command line starts without it
-
-    try:
-        numbers = np.asarray(value)
-    except ValueError:  # nested lists of different lengths
-        return shortened(text, most)
-    if numbers.dtype.kind not in "biuf" or not numbers.ndim:
-        return shortened(text, most)
-    if numbers.ndim == 1 and numbers.size <= _LONGEST_ROW:
-        return f"[{', '.join(f'{number:.4g}' for number in numbers.tolist())}]"
-    finite = numbers[np.isfinite(numbers)]
-    parts = [str([*numbers.shape])]
-    if finite.size:
-        parts.append(format_range({"min": finite.min().item(), "max": finite.max().item()}))
-    if finite.size < numbers.size:
-        parts.append(f"{numbers.size - finite.size:,} not finite")
-    return f"{', '.join(parts)} (--json shows all)"
-
-
-# -- one trajectory -----------------------------------------------------------------------------------
+    return shortened(str(value), _LONGEST_VALUE)
 
 
 def write_trajectory(report: dict[str, Any], out: Output, full: bool = False) -> None:
@@ -192,8 +159,8 @@ def _write_values(title: str, values: dict[str, Any], out: Output, full: bool = 
             out.line(f"  {name}")
             out.text(text, full)
         else:
-            longest = None if out.width is None else max(20, out.width - wide - 35)  # the others are counted
-            rows.append((name, shown_value(value, longest)))
+            longest = _LONGEST_VALUE if out.width is None else max(20, out.width - wide - 35)  # the others are counted
+            rows.append((name, shortened(str(value), longest)))
     out.table(rows)
 
 

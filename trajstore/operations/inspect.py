@@ -37,7 +37,7 @@ from trajstore.operations.late_values import waiting_values
 from trajstore.operations.opening import announced, needed_now
 from trajstore.operations.points import points_report, run_points_report
 from trajstore.operations.pools import pool_support
-from trajstore.operations.statistics import Facts, columns_report, figures, ids_report
+from trajstore.operations.statistics import Facts, figures, ids_report
 
 Report = dict[str, Any]
 
@@ -306,7 +306,10 @@ def _columns(catalog: Catalog) -> list[Report]:
             key = (column.name, column.dtype, column.row_shape)
             nbytes = int(rows_on(extents[of_schema], column.axis).sum()) * column.row_nbytes
             totals[key] = totals.get(key, 0) + nbytes
-    return columns_report(totals)
+    return [
+        {"name": name, "dtype": dtype, "row_shape": list(shape), "bytes": nbytes}
+        for (name, dtype, shape), nbytes in totals.items()
+    ]
 
 
 def _of_steps(catalog: Catalog) -> npt.NDArray[np.bool_]:

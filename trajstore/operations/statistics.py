@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,14 +35,6 @@ def ids_report(ids: npt.NDArray[np.int64], **more: int) -> dict[str, Any] | None
     gaps = [[int(ordered[i]) + 1, int(ordered[i + 1]) - 1] for i in np.flatnonzero(np.diff(ordered) > 1)]
     absent = sum(last - first + 1 for first, last in gaps)
     return {"first": int(ordered[0]), "last": int(ordered[-1]), "absent": absent, "gaps": gaps[:_SHOWN_GAPS], **more}
-
-
-def columns_report(totals: Mapping[tuple[str, str, tuple[int, ...]], int]) -> list[dict[str, Any]]:
-    """Return the report on columns from their bytes by (name, dtype, shape of a row)."""
-    return [
-        {"name": name, "dtype": dtype, "row_shape": list(shape), "bytes": nbytes}
-        for (name, dtype, shape), nbytes in totals.items()
-    ]
 
 
 def sampled_rows(values: torch.Tensor, steps: int, name: str) -> torch.Tensor:

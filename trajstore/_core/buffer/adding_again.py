@@ -108,7 +108,7 @@ def add_with_values(
             ) from error
     if groups:
         logger.warning(
-            "late values of %s were set again without author and history, which only copy, merge and split keep",
+            "late values of %s were set again without author and history, which only copy and convert keep",
             counted(sum(map(len, groups.values())), "trajectory"),
         )
     return ids
