@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,10 @@ from tests.forging import spoil_document
 from tests.stores import stored, writer_to
 from tests.support.witness import witness
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
+from trajstore._core.files.folders import claimed
+from trajstore._core.files.local import LocalDirectory
 from trajstore.cli import main
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, StoreLockedError
 from trajstore.interop import convert
 from trajstore.query.documents import text_of
 
@@ -139,12 +139,11 @@ def test_what_cannot_be_read_is_named_and_hides_no_other(tmp_path: Path, capsys:
 
 
 def test_two_conversions_to_one_target_are_not_made_at_once(store: Path, tmp_path: Path) -> None:
-    (tmp_path / ".out.converting").mkdir()
-    descriptor = os.open(tmp_path / ".out.converting", os.O_RDONLY)  # a running conversion holds its lock
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(ConfigurationError, match="another process is writing"):
+    with (
+        claimed(LocalDirectory(tmp_path / ".out.converting"), tmp_path / "out"),
+        pytest.raises(StoreLockedError, match=r"out is being written by process .*; wait for it"),
+    ):
         convert.convert_to(store, tmp_path / "out", "parquet")
-    os.close(descriptor)
     convert.convert_to(store, tmp_path / "out", "parquet")
     with pytest.raises(ConfigurationError, match="exists already"):
         convert.convert_to(store, tmp_path / "out", "parquet")

@@ -6,10 +6,8 @@ target, which is renamed once complete. A killed conversion leaves that folder, 
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import logging
-import os
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +27,7 @@ from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.facts import GIVEN, RECORDED
 from trajstore._core.columns.portions import portions
 from trajstore._core.columns.steps import NothingToStoreError
-from trajstore._core.files.folders import hidden
+from trajstore._core.files.folders import claimed, hidden
 from trajstore._core.files.held import HeldFolder, check_path
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import local_target, nested, open_directory
@@ -165,6 +163,7 @@ def convert_to(
         ConfigurationError: the target exists, is a URL, or is in the source; the format is unknown; the condition is
             wrong, or nothing matches it; or no item could be converted.
         MissingDependencyError: an optional package is not installed.
+        StoreLockedError: another process makes the same target; names it.
         TrajstoreError: the source cannot be opened.
         StoreWriteError: the target cannot be written.
     """
@@ -242,6 +241,7 @@ def convert_from(
         ConfigurationError: the target exists or is a URL, the format is unknown or cannot be read, the source is
             empty, or no item could be converted; names the first.
         MissingDependencyError: an optional package is not installed.
+        StoreLockedError: another process makes the same target; names it.
         StoreWriteError: the target cannot be written.
     """
     form = format_named(format_name)
@@ -424,21 +424,15 @@ def _check_absent(target: Path) -> None:
 def _staging(target: Path) -> Iterator[Path]:
     """Yield the path at which a target is made, in a locked hidden folder; rename it into place at the end."""
     folder = target.parent / hidden(target.name, ".converting")
-    with ExitStack() as stack, written(f": {target} was not written; run the same conversion again"):
+    with written(f": {target} was not written; run the same conversion again"), ExitStack() as stack:
         if not target.parent.is_dir():
             raise ConfigurationError(f"convert: {target.parent} is not a folder; make it, or name another target")
         _check_absent(target)
-        folder.mkdir(exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        stack.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigurationError(f"convert: another process is writing {target}") from error
+        stack.enter_context(claimed(LocalDirectory(folder), target))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        for leftover in folder.iterdir():  # of a killed conversion
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         made = folder / target.name
+        if made.exists():  # of a killed conversion
+            shutil.rmtree(made) if made.is_dir() else made.unlink()
         try:
             yield made
             if made.is_dir():
