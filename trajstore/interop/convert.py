@@ -427,11 +427,11 @@ def _staging(target: Path) -> Iterator[Path]:
     with written(f": {target} was not written; run the same conversion again"), ExitStack() as stack:
         if not target.parent.is_dir():
             raise ConfigurationError(f"convert: {target.parent} is not a folder; make it, or name another target")
-        _check_absent(target)
         stack.enter_context(claimed(LocalDirectory(folder), target))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)  # also what a conversion left that was killed
+        _check_absent(target)
         made = folder / target.name
-        if made.exists():  # of a killed conversion
+        if made.exists():
             shutil.rmtree(made) if made.is_dir() else made.unlink()
         try:
             yield made
