@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.view.living import Living
-from trajstore.view.server import Correcting, listening, server_of
+from trajstore.view.server import listening, server_of
 from trajstore.view.shown import Shown
 
 PATIENCE = 600
@@ -83,16 +83,15 @@ class Command:
 
 @contextmanager
 def serving(
-    path: Path, token: str | None = None, *, who: str | None = None, pin: str | None = None, compare: Path | None = None
+    path: Path, token: str | None = None, *, pin: str | None = None, compare: Path | None = None
 ) -> Iterator[str]:
-    """Serve a directory from a thread, with ``--write`` if an author of values is named; yields the address."""
+    """Serve a directory from a thread; yield the address."""
     other = None if compare is None else Shown(compare)
-    correcting = None if who is None else Correcting(path, who)
     with (
         listening("127.0.0.1", 0) as (listener, _, address),
         closing(Living(Shown(path, pin=pin), other=other)) as living,
     ):
-        server = server_of(living, token, correcting)
+        server = server_of(living, token)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

@@ -94,9 +94,7 @@ WRONG = [
     ("view store --bundle out --host 127.0.0.1", "--host has no effect with --bundle"),
     ("view store --where 'outcome > 0'", "--where has no effect without --bundle"),
     ("view store --bundle out --where 'taks = 1'", "there is no column 'taks'"),
-    ("view store --port 0 --who anna", "--who has no effect without --write"),
-    ("view absent --port 0 --write", "absent"),
-    ("view store --port 0 --write --who ''", "who: '' is empty"),
+    ("view store --port 0 --write", "unrecognized arguments: --write"),
     ("annotate store 0 --set a=1 --who ''", "who: '' is empty"),
     *(
         (words.replace("PATH", path), "names may have 255 and paths 4,095")

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -21,12 +22,14 @@ from tests.stores import stored, writer_to
 from tests.support.witness import witness
 from tests.view.conftest import Serve
 from tests.view.rollouts import PROMPT, rollout, trained_in
-from tools.browser import PATIENCE, serving
+from tools.browser import PATIENCE, Command, serving
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import main
+from trajstore.errors import ConfigurationError
 from trajstore.view.living import Living
 from trajstore.view.page import STATIC
 from trajstore.view.rollout import texts_of
+from trajstore.view.server import listening
 
 
 def get(
@@ -317,6 +320,16 @@ def test_the_address_is_printed_when_the_server_handles_signals(
     assert handlers[0] is not signal.default_int_handler
 
 
+def test_a_command_ends_quietly_under_an_open_page_and_a_taken_port_is_named(tmp_path: Path) -> None:
+    with Command(stored(tmp_path, [rollout(0)])) as command:
+        port = urlsplit(command.address).port or 0
+        with pytest.raises(ConfigurationError, match="--port 0 chooses a free port"), listening("127.0.0.1", port):
+            pass
+        with urlopen(f"{command.address}/api/events", timeout=PATIENCE) as events:
+            assert events.readline().startswith(b"id: ")
+            assert "Error" not in command.end()
+
+
 def test_the_curve_of_success_rates_is_of_those_that_have_one(tmp_path: Path, serve: Serve) -> None:
     rewards = [Reward(outcome=3.0, success_rate=rate) for rate in (0.25, 0.75, None)]
     others = [Reward(outcome=at / 16) for at in range(-16, 17)]  # more values than bars
@@ -411,6 +424,8 @@ def test_other_sites_names_and_methods_are_refused(tmp_path: Path, serve: Serve)
     ]
     for headers in refused:
         assert get(address, "/api/about", headers)[0] == 403, headers
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
+        assert get(address, "/api/about", method=method)[0] == 403, method
     own = {"Origin": address, "Sec-Fetch-Site": "same-origin"}
     for headers in ({"Host": f"localhost:{urlsplit(address).port}"}, own):
         status, answer_headers, _ = get(address, "/", headers)

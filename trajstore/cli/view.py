@@ -30,12 +30,6 @@ def _configure(parser: ArgumentParser) -> None:
     )
     add_tokenizer(parser)
     parser.add_argument(
-        "--write", action="store_true", help="let the page give trajectories scores, corrections and tags"
-    )
-    parser.add_argument(
-        "--who", metavar="NAME", help="author of values set on the page, for the history (default: the login)"
-    )
-    parser.add_argument(
         "--bundle",
         metavar="DIR",
         help="do not serve; write the page into a folder for any file server: absent, empty or a bundle",
@@ -48,8 +42,8 @@ def _configure(parser: ArgumentParser) -> None:
 def _run(options: Namespace, out: Output) -> int:
     serves = options.bundle is None
     why = "without --bundle: the page asks" if serves else "with --bundle: nothing is served"
-    for name in ("where",) if serves else ("host", "port", "write", "who"):
-        if getattr(options, name) not in (None, False):
+    for name in ("where",) if serves else ("host", "port"):
+        if getattr(options, name) is not None:
             raise ConfigurationError(f"view: --{name} has no effect {why}")
     return _serve(options, out) if serves else _bundle(options, out)
 
@@ -71,19 +65,13 @@ def _bundle(options: Namespace, out: Output) -> int:
 
 
 def _serve(options: Namespace, out: Output) -> int:
-    if options.who is not None and not options.write:
-        raise ConfigurationError("view: --who has no effect without --write")
-    if options.write and options.pin is not None:
-        raise ConfigurationError("view: --write: the values of a pin are fixed; leave out --pin to annotate")
     host, port = options.host or _HOST, _PORT if options.port is None else options.port
     try:
-        from trajstore.view.server import Correcting, listening, server_of
+        from trajstore.view.server import listening, server_of
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise MissingDependencyError(error.name, "view") from None
-    who = _login() if options.who is None else options.who
-    correcting = Correcting(options.path, who) if options.write else None
     with listening(host, port) as (listener, token, address):
 
         def announce() -> None:
@@ -92,7 +80,7 @@ def _serve(options: Namespace, out: Output) -> int:
             out.flush()
 
         with closing(_living(options)) as living:
-            server_of(living, token, correcting, announce).run(sockets=[listener])
+            server_of(living, token, announce).run(sockets=[listener])
     return 0
 
 
@@ -104,24 +92,14 @@ def _living(options: Namespace, *, copied: bool = False) -> Living:
     return Living(Shown(options.path, pin=options.pin, copied=copied), tokenizer=options.tokenizer, other=other)
 
 
-def _login() -> str | None:
-    import getpass
-
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError, ImportError):  # a container's user may have no name
-        return None
-
-
 COMMAND = Command(
     name="view",
     summary="show a store as a page in a browser, live",
     description=(
         "Show a store, checkpoint, run directory or directory of RLinf as a page in a browser: a "
         "table of trajectories, rollouts as conversations and coloured tokens, groups, curves. New commits "
-        "appear on the page; the writer never waits. Nothing is written, unless --write lets the page set late "
-        "values, as annotate does; nothing is loaded from other servers. Needs the extra 'view'. With --bundle, a "
-        "folder to publish is written instead."
+        "appear on the page; the writer never waits. The store is not written, and nothing is loaded from other "
+        "servers. Needs the extra 'view'. With --bundle, a folder to publish is written instead."
     ),
     configure=_configure,
     run=_run,

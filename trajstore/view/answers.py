@@ -121,7 +121,7 @@ MOST_VALUES = 200
 
 
 def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[Waiting]) -> Answer:
-    """Return ``{"values", "earlier", "names"}``: values, earliest first; the number omitted before; kinds by name.
+    """Return ``{"values", "earlier"}``: values, earliest first, and the number omitted before.
 
     A value is ``{"name", "value", "who", "time", "place", "latest", "why"}``. The time is in milliseconds since 1970.
     ``place`` is ``"store"``, ``"inbox"`` (waiting for the writer) or ``"refused"`` (contradicts the store, for the
@@ -143,7 +143,7 @@ def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[Waiting]) ->
         if (given := file.given) is not None and trajectory_id in given.ids:
             at, place = given.ids.tolist().index(trajectory_id), "refused" if file.why else "inbox"
             sent += [_told(name, of[at], given, place) | {"why": file.why or None} for name, of in given.values.items()]
-    return {"values": sent, "earlier": max(0, len(values) - MOST_VALUES), "names": list(notes.kinds.items())}
+    return {"values": sent, "earlier": max(0, len(values) - MOST_VALUES)}
 
 
 def _told(name: str, value: Value, given: Note | LateValues, place: str) -> Answer:

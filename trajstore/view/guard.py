@@ -35,7 +35,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def refusal(method: str, headers: Mapping[str, str], *, only_loopback: bool, writable: bool) -> str | None:
+def refusal(method: str, headers: Mapping[str, str], *, only_loopback: bool) -> str | None:
     """Return why a request is refused; None if it is accepted.
 
     Args:
@@ -43,11 +43,9 @@ def refusal(method: str, headers: Mapping[str, str], *, only_loopback: bool, wri
         headers: headers by lower-case name.
         only_loopback: whether ``Host`` must name this machine. This blocks DNS rebinding, where ``Host`` has the name
             of the foreign page.
-        writable: whether the page may change values. Cross-site forms and scripts cannot send JSON without a preflight,
-            and browsers send the origin with every POST.
     """
-    if method not in ("GET", "HEAD", "POST") or (method == "POST" and not writable):
-        return f"method {method}: this page is read-only; `trajstore view --write` accepts values"
+    if method not in ("GET", "HEAD"):
+        return f"method {method}: this page is read-only; `trajstore annotate` sets values"
     host = headers.get("host", "")
     try:
         name = urlsplit(f"//{host}").hostname or ""
@@ -60,11 +58,6 @@ def refusal(method: str, headers: Mapping[str, str], *, only_loopback: bool, wri
         return f"Origin {origin!r}: requests of other sites are refused"
     if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         return "Sec-Fetch-Site: requests of other sites are refused"
-    if method == "POST" and origin is None:
-        return "POST without Origin: refused; scripts use `trajstore annotate`"
-    kind = headers.get("content-type", "")
-    if method == "POST" and kind.partition(";")[0].strip().lower() != "application/json":
-        return f"Content-Type {kind!r}: must be application/json"
     return None
 
 
@@ -74,13 +67,11 @@ class Guard:
     Args:
         app: the application.
         token: required token; None if only this machine can connect.
-        writable: whether the page may change values.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None, writable: bool) -> None:
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app = app
         self._token = token
-        self._writable = writable
         self._cookie = "trajstore-" + hashlib.sha256((token or "").encode()).hexdigest()[:8]
         """Cookie name, different for each token because all ports of a host share cookies."""
 
@@ -100,7 +91,7 @@ class Guard:
     def _instead(self, scope: Scope) -> Response | None:
         """Return the response that replaces the application's; None to forward the request."""
         headers = Headers(scope=scope)
-        why = refusal(scope["method"], headers, only_loopback=self._token is None, writable=self._writable)
+        why = refusal(scope["method"], headers, only_loopback=self._token is None)
         if why is not None:
             return PlainTextResponse(why, 403)
         if self._token is None or self._is_token(HTTPConnection(scope).cookies.get(self._cookie, "")):

@@ -31,7 +31,6 @@ from trajstore.errors import (
     TrajstoreError,
     UnknownColumnError,
     counted,
-    trajectories,
 )
 from trajstore.operations.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.query.engine import pl
@@ -56,9 +55,6 @@ _QUESTIONS = 4
 
 MOST_PATHS = 256
 """Maximum number of rows that are read for a session's tree."""
-
-MOST_GIVEN = 10_000
-"""Maximum number of trajectories annotated at once."""
 
 _KEYS_FROM = 200
 """Number of the newest rollouts whose metadata is read for its keys."""
@@ -216,29 +212,6 @@ class Living:
             facts = facts.hstack(question.select(*keys).table())
         rows = named_rows(facts)
         return {"total": len(ids), "first": first, "rows": rows, "state": state}
-
-    def ids(self, where: str, order: Sequence[str] = (), state: str = "") -> Answer:
-        """Return a query's ids as displayed: ``{"ids", "gone", "state"}``.
-
-        ``gone`` is the number of ids that no longer exist.
-
-        Args:
-            where: condition; empty for all.
-            order: expressions to sort by.
-            state: state of the previous page, as for :meth:`page`.
-
-        Raises:
-            ConfigurationError: more ids than can be annotated at once, or the condition is invalid.
-        """
-        ids, state = self._ids_of(where, order, state)
-        if len(ids) > MOST_GIVEN:
-            raise ConfigurationError(
-                f"annotate: {trajectories(len(ids))}, at most {MOST_GIVEN:,} can be set at once; narrow the filter, or "
-                "call trajstore.annotate"
-            )
-        self.refresh()
-        there = ids[np.isin(ids, self.table()["trajectory_id"])]
-        return {"ids": [shown_id(number) for number in there.tolist()], "gone": len(ids) - len(there), "state": state}
 
     def open_sessions(self) -> Answer:
         """Return the sessions that are not rollouts yet, see :meth:`trajstore.view.session.OpenSessions.listed`."""

@@ -9,10 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import msgspec
 import orjson
 import uvicorn
 from starlette.applications import Starlette
@@ -23,8 +21,6 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from trajstore._core.base.arguments import INT64_MAX, whole
-from trajstore._core.buffer.annotating import annotate
-from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError, SchemaMismatchError, TrajectoryUnavailableError, TrajstoreError
 from trajstore.view.answers import Answer
 from trajstore.view.guard import Guard, is_loopback
@@ -56,15 +52,12 @@ class Service:
 
     Args:
         living: the contents.
-        correcting: applies values from the page; None if the page is read-only.
     """
 
-    def __init__(self, living: Living, correcting: Correcting | None) -> None:
+    def __init__(self, living: Living) -> None:
         self._living = living
-        self._correcting = correcting
         self._asking = ThreadPoolExecutor(1, "trajstore-view-asking")
         self._reading = ThreadPoolExecutor(1, "trajstore-view-reading")
-        self._giving = ThreadPoolExecutor(1, "trajstore-view-giving")
         self._changed = asyncio.Event()
         self._watched = asyncio.Event()
         self._watching = 0
@@ -97,7 +90,6 @@ class Service:
         following.cancel()
         self._asking.shutdown(cancel_futures=True)
         self._reading.shutdown(cancel_futures=True)
-        self._giving.shutdown(cancel_futures=True)
 
     async def _follow(self) -> None:
         before = self._living.state
@@ -121,10 +113,9 @@ class Service:
         living = self._living
         trajectory, rows = {"id": _text}, {"where": _text, "order": _texts}
         about_many: dict[str, Call] = {
-            "about": (self._about, {}),
+            "about": (living.about, {}),
             "keys": (living.keys, {}),
             "page": (living.page, {**rows, "first": _whole, "count": _count, "state": _text, "columns": _texts}),
-            "ids": (living.ids, {**rows, "state": _text}),
             "around": (living.around, {**trajectory, **rows}),
             "group": (living.group, {"task": _text, "version": _version}),
             "facts": (living.facts, trajectory),
@@ -146,7 +137,6 @@ class Service:
             Route("/", self._index),
             Route("/api/session", self._session),
             Route("/api/sampled", self._sampled),
-            Route("/api/annotate", self._annotate, methods=["POST"]),
             Route("/api/events", self._events),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
@@ -168,10 +158,6 @@ class Service:
 
         return answer
 
-    def _about(self) -> Answer:
-        write = None if self._correcting is None else {"who": self._correcting.who}
-        return {**self._living.about(), "write": write}
-
     async def _session(self, request: Request) -> Response:
         name, row = _text(request, "id"), _text(request, "row")
         opened = await self._result(self._asking, lambda: self._living.open_session(name))
@@ -188,13 +174,6 @@ class Service:
             read = partial(self._living.measured, name, some, run)
             points.append(await self._result(self._reading, read))
         return _json(with_points(answer, points))
-
-    async def _annotate(self, request: Request) -> Response:
-        if self._correcting is None:  # already refused by the guard
-            return Response(status_code=405)
-        give, body = self._correcting.give, await _body(request)
-        await self._result(self._giving, lambda: give(body))
-        return _json({})
 
     async def _events(self, request: Request) -> Response:
         stream = self._states(request.headers.get("last-event-id"))
@@ -225,15 +204,6 @@ async def _within(seconds: float, event: asyncio.Event) -> None:
         await asyncio.wait_for(event.wait(), seconds)
     except TimeoutError:
         return
-
-
-async def _body(request: Request) -> bytes:
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise ConfigurationError(f"annotate: a request must have at most {MOST_BYTES:,} bytes")
-    return body
 
 
 def _text(request: Request, name: str) -> str:
@@ -293,24 +263,18 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def server_of(
-    living: Living,
-    token: str | None = None,
-    correcting: Correcting | None = None,
-    started: Callable[[], None] = lambda: None,
-) -> uvicorn.Server:
+def server_of(living: Living, token: str | None = None, started: Callable[[], None] = lambda: None) -> uvicorn.Server:
     """Return a server of the page; ``run(sockets=[...])`` serves until a signal or ``should_exit`` ends it.
 
     Args:
         living: the contents; the server owns its reader from now on.
         token: required token; None if only this machine can connect.
-        correcting: applies values from the page; None if the page is read-only.
         started: called once the server handles signals and requests.
     """
-    service = Service(living, correcting)
+    service = Service(living)
     app = Starlette(
         routes=service.routes(),
-        middleware=[Middleware(Guard, token=token, writable=correcting is not None)],
+        middleware=[Middleware(Guard, token=token)],
         exception_handlers={TrajstoreError: _refused, OSError: _refused, ClientDisconnect: _refused},
         lifespan=service.lifespan,
     )
@@ -338,67 +302,3 @@ def listening(host: str, port: int) -> Iterator[tuple[socket.socket, str | None,
     name = f"[{host}]" if ":" in host else host
     with listener:
         yield listener, token, f"http://{name}:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}"
-
-
-# -- values entered in the page -------------------------------------------------------------------------
-
-MOST_BYTES = 1 << 19
-"""Maximum size of a request; enough for the ids of 10,000 trajectories and the longest text."""
-
-
-class _Request(msgspec.Struct):
-    """A value for trajectories; a number is sent as entered, because a browser would round it."""
-
-    ids: Annotated[list[str], msgspec.Meta(min_length=1)]
-    name: str
-    kind: Literal["number", "text", "nothing"]
-    value: str
-
-
-class Correcting:
-    """Annotates the trajectories of a store or run.
-
-    Args:
-        path: directory or URL.
-        who: author of the values, for the history; None records no author.
-
-    Raises:
-        StoreNotFoundError: there is no store to annotate.
-        ConfigurationError: ``who`` is not a text.
-    """
-
-    def __init__(self, path: str | Path, who: str | None) -> None:
-        annotate(path, [], {}, who=who)
-        self._path = path
-        self.who = who
-
-    def give(self, body: bytes) -> None:
-        """Apply a request ``{"ids", "name", "kind", "value"}``; the kind ``nothing`` removes the value.
-
-        Raises:
-            ConfigurationError: the request is invalid; nothing was changed.
-            TrajectoryUnavailableError, StoreNotFoundError, StoreWriteError, CorruptStoreError: as for ``annotate``.
-        """
-        try:
-            asked = msgspec.json.decode(body, type=_Request)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigurationError(f"annotate: the request: {error}") from error
-        given = None if asked.kind == "nothing" else asked.value
-        value = _number(asked.name, asked.value) if asked.kind == "number" else given
-        annotate(self._path, asked.ids, {asked.name: value}, who=self.who)
-
-
-def _number(name: str, text: str) -> float:
-    """Return the number in a text; whole numbers are exact.
-
-    Raises:
-        ConfigurationError: the text is not a number.
-    """
-    try:
-        if not text.isascii() or "_" in text:
-            raise ValueError(text)
-        return int(text) if text.strip().lstrip("+-").isdigit() else float(text)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"annotate: {name}: {shown(text)} must be a number, such as 0.5; for other values choose type text"
-        ) from error

@@ -2,6 +2,7 @@
 
 import { Refused, answerOf, bytesOf, isBundle } from "./bundle.js";
 
+/** Returns an answer; one that refuses is thrown with its sentence. */
 async function answered(path, parameters, signal) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
@@ -9,11 +10,7 @@ async function answered(path, parameters, signal) {
       if (one !== null && one !== undefined && one !== "") query.append(name, one);
     }
   }
-  return accepted(await fetch(`api/${path}?${query}`, { signal }));
-}
-
-/** Returns an answer; one that refuses is thrown with its sentence. */
-async function accepted(answer) {
+  const answer = await fetch(`api/${path}?${query}`, { signal });
   if (answer.ok) return answer;
   const text = await answer.text();
   let sentence = text || `${answer.status} ${answer.statusText}`;
@@ -21,13 +18,6 @@ async function accepted(answer) {
     sentence = JSON.parse(text).error;
   } catch { /* the guard answers in plain text */ }
   throw new Refused(sentence);
-}
-
-/** Asks for a change; it goes on also where the view is left meanwhile. */
-export async function change(path, told) {
-  await accepted(await fetch(`api/${path}`, {
-    method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(told),
-  }));
 }
 
 /** Returns an answer of JSON. */

@@ -109,7 +109,7 @@ const ANSWERS = {
     return { at: at < 0 ? null : at, total: found.length, previous: idOf(found[at - 1]), next: at < 0 ? null : idOf(found[at + 1]),
       previous_failure: at < 0 ? null : idOf(found.slice(0, at).findLast(isFailure)), next_failure: at < 0 ? null : idOf(found.slice(at + 1).find(isFailure)) };
   },
-  notes: ({ late }, { id }) => ({ values: [], earlier: 0, names: [], ...late[id] }),
+  notes: ({ late }, { id }) => ({ values: [], earlier: 0, ...late[id] }),
   facts: (all, { id }) => all.rows[placeOf({ ...all, problems: {} }, id)],
   overview: (all, { where }) => {
     if (where) throw unanswered(where);

@@ -6,7 +6,6 @@ import { fillLegend, nameOf, scaleOf } from "./colors.js";
 import { showConversation } from "./conversation.js";
 import { fill, make } from "./dom.js";
 import { exchangesOf } from "./exchanges.js";
-import { showGiving } from "./late.js";
 import { count, several, short } from "./numbers.js";
 import { tokenLink } from "./rollout.js";
 import { PREFERRED, colouredValues, columnsOf, drawStrip, hasUnwritten, placesOf } from "./tokens.js";
@@ -92,7 +91,7 @@ export async function show(main, { parameters, keep, signal }) {
     const chosen = pair.flatMap((id) => rollouts.filter((row) => row.trajectory_id === id)); // first, or alone
     return { ...first, rollouts: isPair ? chosen : [...chosen, ...rollouts.filter((row) => !chosen.includes(row))] };
   }
-  const [told, { columns, write }] = await Promise.all([answer(), ask("about", {}, signal)]);
+  const told = await answer();
   const addressOf = (changes) => {
     const wanted = new URLSearchParams(location.hash.split("?")[1]);
     for (const [name, value] of Object.entries(changes)) value === null ? wanted.delete(name) : wanted.set(name, value);
@@ -124,10 +123,8 @@ export async function show(main, { parameters, keep, signal }) {
   const sides = isVersus ? [told.version, Number(against)].map((version) => ({ version, title: make("h2", {}), list: make("div", {}) })) : [];
   const siblings = make("div", { class: isVersus ? "versus" : "siblings" });
   const summary = make("p", { class: "summary" });
-  const giving = make("section", { class: "late", "aria-label": "A value for all", hidden: true });
   const colors = make("div", { class: "bar" }, make("label", { for: "color" }, "Colour"), select, legend);
-  fill(main, make("h1", {}, "Task ", make("span", { class: "id" }, task)), summary, versions, giving, colors, same, siblings);
-  if (write) showGiving(giving, { columns, write, signal, ids: async () => ({ ids: told.rollouts.map((row) => row.trajectory_id), gone: 0 }) }).tell(told.rollouts.length);
+  fill(main, make("h1", {}, "Task ", make("span", { class: "id" }, task)), summary, versions, colors, same, siblings);
 
   const read = []; // { rollout, columns, strip, said, judged } in the order of the siblings
 

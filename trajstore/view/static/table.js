@@ -1,10 +1,9 @@
 // Trajectories as a table: facts as columns, sorted and filtered by the server, a page of rows at a time.
 
 import { ask } from "./api.js";
-import { Refused, isBundle } from "./bundle.js";
+import { isBundle } from "./bundle.js";
 import { NEWEST, amongOf, conditionField } from "./condition.js";
 import { fill, keepingFocus, make } from "./dom.js";
-import { showGiving } from "./late.js";
 import { ZONE, count, several, short, time } from "./numbers.js";
 
 const ROW = 34; // height of a row, as in style.css
@@ -49,7 +48,7 @@ function shownValue(column, value) {
 export async function show(main, { parameters, keep, signal }) {
   fill(main, make("p", { class: "nothing" }, "Reading facts …"));
   const about = await ask("about", {}, signal);
-  const { pool, write } = about;
+  const { pool } = about;
   let { columns } = about, keys = [];
   const isKey = (name) => name.startsWith("metadata.");
   const isKnown = (name) => columns.some((column) => column.name === name && column.known);
@@ -81,7 +80,6 @@ export async function show(main, { parameters, keep, signal }) {
     start();
   } });
   const refused = make("p", { class: "refused", id: "refused", role: "alert" });
-  const giving = make("section", { class: "late", "aria-label": "A value for all", hidden: true });
   let laid = null; // of what the heads are made
   const heads = make("div", { class: "heads", role: "row", "aria-rowindex": 1 });
   const body = make("div", { class: "rows", role: "rowgroup" });
@@ -89,13 +87,7 @@ export async function show(main, { parameters, keep, signal }) {
     class: "grid", role: "grid", tabindex: 0, "aria-label": "Trajectories", keydown: pressed, scroll: draw,
   }, make("div", { role: "rowgroup", class: "header" }, heads), body);
   fill(main, make("h1", { class: "unseen" }, "Trajectories"),
-    make("div", { class: "bar" }, field.element, menu, total, news), refused, giving, grid);
-  const form = write ? showGiving(giving, { columns, write, signal, stored: askColumns, ids: async () => {
-    const told = await ask("ids", { ...answer.asking, state: answer.state }, signal);
-    if (told.state === answer.state) return told;
-    start();
-    throw new Refused("Nothing was set: the rows shown were outdated. Check the new ones first.");
-  } }) : null;
+    make("div", { class: "bar" }, field.element, menu, total, news), refused, grid);
 
   async function askColumns() {
     columns = [...(await ask("about", {}, signal)).columns, ...keys];
@@ -173,7 +165,6 @@ export async function show(main, { parameters, keep, signal }) {
       pages = new Map([[first / PAGE, told.rows]]);
       fill(total, several(told.total, "trajectory", "trajectories"), told.total > 1 ? `, ${inOrder()}` : null);
       grid.setAttribute("aria-rowcount", told.total + 1);
-      form?.tell(told.total);
       selected = Math.max(0, Math.min(selected, told.total - 1));
       lay();
       bringIn();
