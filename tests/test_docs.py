@@ -44,7 +44,7 @@ ORDERS = {
 """Pages, or sections after ``#``, in the orders in which those who run API agents, robots and stores read them."""
 
 NOT_RUN = {
-    "api": {"view PATH", "view runs/letters", "view runs/7", "list runs/letters", "list runs/7"},
+    "api": {"view PATH", "view runs/letters", "view runs/7", "query runs/7", "list runs/letters", "list runs/7"},
     "robots": {"view PATH", "query RUN", "audit RUN"},
     "operations": {
         *("view PATH", "list store", "inspect PATH", "verify PATH", "repair DAMAGED"),

@@ -65,7 +65,7 @@ def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page,
     page.expected_errors += ["status of 400", "status of 404"]
     violations = []
     for address, drawn in (
-        (f"{rollouts}/#/overview", "document.querySelectorAll('.curves canvas').length === 5"),
+        (f"{rollouts}/#/overview", "document.querySelectorAll('.curves canvas').length === 4"),
         (f"{rollouts}/#/table", "document.querySelectorAll('.row').length > 5"),
         (f"{rollouts}/#/table?where=taks", "document.querySelector('.refused').textContent"),
         (f"{rollouts}/#/trajectory/3?token=9", "document.querySelector('.token.selected')"),
@@ -101,7 +101,7 @@ def test_the_page_is_dark_where_the_system_is_unless_somebody_chose(tmp_path: Pa
     ground = "getComputedStyle(document.body).backgroundColor"
     drawn = "document.querySelector('[data-curve=outcome] canvas').toDataURL()"
     prefer(page, "light")
-    opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelectorAll('.curves canvas').length === 5")
+    opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelectorAll('.curves canvas').length === 4")
     light, curve = page.run(f"return {ground}"), page.run(f"return {drawn}")
     prefer(page, "dark")
     dark = page.until(f"{ground} !== arguments[0] && {ground}", light)
@@ -126,7 +126,7 @@ def test_keys_reach_what_a_mouse_reaches_while_others_write(tmp_path: Path, serv
     with writer_to(tmp_path) as writer:
         writer.add_trajectories([rollout(number) for number in range(48)])
         writer.flush()
-        opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelectorAll('.curves [role=slider]').length === 5")
+        opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelectorAll('.curves [role=slider]').length === 4")
         page.until("document.querySelector('#live[data-live]')")  # the page knows how many there are now
         assert text_of(page, "#said") == ""
         for selector in ("[data-curve=count] .u-over", ".task"):

@@ -80,7 +80,7 @@ def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve
         expected = writer.query().where("task != 'task-4'").order_by("outcome desc", "trajectory_id").ids().tolist()
     address = serve_files(bundled(tmp_path / "store", tmp_path / "out", "--where", "task != 'task-4'"))
     shutil.rmtree(tmp_path / "store")  # the bundle does not need it
-    opened(page, address, "document.querySelectorAll('.curves canvas').length === 5")
+    opened(page, address, "document.querySelectorAll('.curves canvas').length === 4")
     assert text_of(page, ".figures dd") == str(len(expected))
     assert f"{len(expected)} trajectories where task != 'task-4'" in text_of(page, "#live")
     assert "trajstore view" in text_of(page, ".question")
@@ -98,7 +98,7 @@ def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve
     clicked(page, ".heads > div:nth-child(1) button", f"{ROWS}[0] === '250'")
     clicked(page, ".heads > div:nth-child(1) button", f"{ROWS}[0] === '0'")
     page.run("location.hash = '#/overview?over=version'")
-    page.until("document.querySelectorAll('.curves canvas').length === 5")
+    page.until("document.querySelectorAll('.curves canvas').length === 4")
     page.click_at("[data-curve=count] .u-over", 3, 20)
     page.until("document.querySelector('.question')?.textContent.includes('version_high = 0')")
     page.until("document.querySelector('.total').textContent.startsWith('8 trajectories')")

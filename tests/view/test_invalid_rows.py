@@ -115,7 +115,6 @@ def test_a_bundle_has_each_step_of_each_environment(path: Path, tmp_path: Path) 
     folder = bundled(path, tmp_path / "out")
     contents = json.loads((folder / "bundle.json").read_bytes())
     assert contents["overview"]["samples"] == len(VALID)
-    assert contents["sampled"]["reward"]["time"][0]["reward"] == [pytest.approx(np.mean(VALID))]
     for number in range(2):
         (pictures,) = [one for one in contents["pictures"][str(number)] if one["name"] == "curr_obs.image"]
         for environment in range(BATCH):
@@ -174,10 +173,6 @@ def test_the_pages_curves_and_counts_are_those_of_valid_steps(serve: Serve, path
     other = path.with_name("other")
     stored(other, BLOCKS[:1])
     address = serve(path, compare=other)
-    for run, colours in enumerate((VALID, VALID[:36])):
-        curve = ask(address, "sampled", over="time", name="reward", run=str(run))
-        assert curve["reward"] == [pytest.approx(np.mean(colours))]
-        assert curve["unread"] == 0
     assert ask(address, "overview")["other"]["samples"] == 36
     assert ask(address, "overview")["samples"] == len(VALID)
     assert [row["samples"] for row in ask(address, "page")["rows"]] == [36, 37]

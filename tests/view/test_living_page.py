@@ -55,7 +55,7 @@ def test_every_view_follows_a_writer(tmp_path: Path, serve: Serve, page: Page) -
             assert page.run(f"return {ROWS}") == steady
 
             page.run("location.hash = '#/overview'")
-            page.until("document.querySelectorAll('.curves canvas').length === 5")
+            page.until("document.querySelectorAll('.curves canvas').length === 4")
             count = "Number(document.querySelector('.figures dd').textContent.replaceAll(',', ''))"
             versions = (
                 "Number(document.querySelectorAll('.figures dd')[3].textContent.split(' ').at(-1).replaceAll(',', ''))"

@@ -23,7 +23,7 @@ from tests.support.witness import witness
 from tests.view.conftest import Serve
 from tests.view.rollouts import PROMPT, rollout, trained_in
 from tools.browser import PATIENCE, Command, serving
-from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
+from trajstore import Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import main
 from trajstore.errors import ConfigurationError
 from trajstore.view.living import Living
@@ -229,7 +229,7 @@ def test_a_store_at_a_url_is_shown_and_followed(memory_url: str, serve: Serve) -
         writer.add_trajectories([rollout(number) for number in range(8)])
         writer.flush()
         address = serve(memory_url)
-        assert ask(address, "sampled", name="log_prob", over="version")["log_prob"] == [pytest.approx(-9.5 / 7)]
+        assert ask(address, "overview")["by_version"]["count"] == [8]
         assert trajectory(address, "3")[0]["tokens"] == 24
         writer.add_trajectories([rollout(8)])
         writer.flush()
@@ -344,51 +344,6 @@ def test_the_curve_of_success_rates_is_of_those_that_have_one(tmp_path: Path, se
     for least, end, number in zip(bars["edges"][:-1], bars["edges"][1:], bars["counts"], strict=True):
         condition = f"outcome >= {least} and outcome < {end}"
         assert ask(address, "page", where=condition)["total"] == number
-
-
-def test_the_curve_of_log_probs_is_of_some_rollouts_and_the_same_each_time(tmp_path: Path, serve: Serve) -> None:
-    def of(version: int, value: float, **changed: Any) -> AgentTrajectory:
-        fields = {"old_log_probs": torch.full((20,), value), "policy_version": version, **changed}
-        return rollout(0, **fields)
-
-    half = torch.tensor([1, 0] * 10)
-    odd = torch.tensor([-1.0, float("nan")] * 10)
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories(
-            [of(0, -0.5), of(0, -1.5), of(1, -9.0, old_log_probs=odd, response_mask=half), witness(3)]
-        )
-        writer.add_trajectories(
-            [of(2, 0.0, old_log_probs=None, rollout_log_probs=None), of(3, -1.0, old_log_probs=odd)]
-        )
-        writer.flush()
-        address = serve(tmp_path)
-        curve = ask(address, "sampled", name="log_prob", over="version")
-        assert (curve["x"], curve["log_prob"]) == ([0, 1, 2, 3], [-1.0, -1.0, None, "nan"])
-        assert (curve["log_prob_n"], curve["log_prob_low"][1:]) == ([2, 1, 0, 1], [None] * 3)
-        ends = [pytest.approx(-1 + 1.959964 * error) for error in (-0.5, 0.5)]  # deviation / sqrt(n)
-        assert [curve["log_prob_low"][0], curve["log_prob_high"][0]] == ends
-        block = witness(3)
-        assert block.rewards is not None
-        rewards = ask(address, "sampled", name="reward", over="time")
-        mean = pytest.approx(float(block.rewards.sum()) / (block.rewards.shape[0] * block.rewards.shape[1]))
-        assert (rewards["reward"], rewards["reward_n"]) == ([mean], [1])
-        assert (curve["first"], curve["last"], curve["of"], curve["unread"]) == ([0, 2, 4, 5], [1, 2, 4, 5], 4, 0)
-        assert ask(address, "sampled", name="log_prob", over="version", where="version_high = 1")["x"] == [1]
-        assert ask(address, "sampled", name="log_prob", over="version", where="kind = 'step'")["x"] == []
-        assert ask(address, "sampled", name="log_prob", over="time", where="version_high = 0")["log_prob"] == [-1.0]
-        assert get(address, "/api/sampled?name=log_prob&over=task")[0] == 400
-        writer.add_trajectories([of(number // 16, -float(number % 16)) for number in range(160, 1280)])
-        writer.flush()
-        while (curve := ask(address, "sampled", name="log_prob", over="version"))["of"] < 74:
-            stream(address, curve["state"])
-        assert (len(curve["x"]), curve["x"][0], curve["x"][-1], curve["of"]) == (60, 0, 79, 74)
-        assert curve["log_prob"] == ask(address, "sampled", name="log_prob", over="version")["log_prob"]
-        assert all(value in {-whole / 8 for whole in range(121)} for value in curve["log_prob"][4:])
-    damaged = serve(tmp_path)
-    shard = tmp_path / "shards" / "shard_00000000.pt"
-    shard.write_bytes(shard.read_bytes()[:100])
-    more = ask(damaged, "sampled", name="log_prob", over="version")
-    assert (more["unread"], more["log_prob"][-1]) == (4, curve["log_prob"][-1])
 
 
 def test_a_wrong_question_is_told_where_it_is_wrong(tmp_path: Path, serve: Serve) -> None:

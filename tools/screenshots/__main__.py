@@ -54,7 +54,7 @@ class View:
 _CURVES = "document.querySelectorAll('.curves:not(section *) canvas').length"
 
 VIEWS = (
-    View("overview", "terminal", "overview", f"{_CURVES} === 5", 1280),
+    View("overview", "terminal", "overview", f"{_CURVES} === 4", 1280),
     View(
         "table",
         "terminal",
@@ -89,7 +89,7 @@ VIEWS = (
         "pool",
         "experience_pool",
         "overview",
-        f"{_CURVES} === 4 && document.querySelector('[data-curve=difficulty] canvas')",
+        f"{_CURVES} === 3 && document.querySelector('[data-curve=difficulty] canvas')",
         1380,
     ),
 )

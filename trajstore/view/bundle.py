@@ -23,8 +23,7 @@ from trajstore.errors import ConfigurationError, TrajstoreError, trajectories, w
 from trajstore.operations.verification import Progress
 from trajstore.trajectory import Trajectory
 from trajstore.view.answers import columns_of, named_rows
-from trajstore.view.living import Living, with_points
-from trajstore.view.overview import MEASURED
+from trajstore.view.living import Living
 from trajstore.view.page import STATIC, bundled_index
 from trajstore.view.rollout import Pictures, pictures_of
 
@@ -121,33 +120,22 @@ def write_bundle(
         for name, place in sessions.items():
             tree = orjson.dumps(living.session(name, among=set(shown)))
             _write(folder, done, f"data/session-{place}.json", tree)
-        overview = living.overview(where)
-        runs = range(1 if overview["other"] is None else 2)
         contents = {
             "trajstore_bundle": 1,
             "about": living.about() | about,
             "where": where,
             "written": round(time.time() * 1000),
             "rows": [list(row.values()) for row in rows],
-            "overview": overview,
+            "overview": living.overview(where),
             "problems": done.problems,
             "pictures": pictures,
             "sessions": sessions,
             "late": late,
-            "sampled": {
-                name: {over: [_sampled(living, where, over, name, run) for run in runs] for over in ("version", "time")}
-                for name in MEASURED
-            },
         }
         _write(folder, done, "bundle.json", orjson.dumps(contents))
         _write(folder, done, "index.html", bundled_index().encode())
         _check_replaceable(target)
     return done
-
-
-def _sampled(living: Living, where: str, over: str, name: str, run: int) -> dict[str, Any]:
-    answer, samples = living.sampled(where, over, name, run)
-    return with_points(answer, [living.measured(name, some, run) for some in samples])
 
 
 def _check_replaceable(target: Path) -> None:

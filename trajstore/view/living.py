@@ -11,13 +11,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore._core.columns.fields import walk
-from trajstore._core.sampling.base import Drawn
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.notes import Notes
 from trajstore._core.store.run_ids import id_from, own_id, rank_of_id, shown_id
@@ -37,8 +35,8 @@ from trajstore.query.engine import pl
 from trajstore.query.relations import RELATIONS
 from trajstore.query.texts import METADATA, keys_in, words
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
-from trajstore.view.answers import Answer, columns_of, in_order, keys_of, late_values, named_rows, plain, plain_dict
-from trajstore.view.overview import MEASURED, Sample, mean_of, overview, sampled
+from trajstore.view.answers import Answer, columns_of, in_order, keys_of, late_values, named_rows, plain_dict
+from trajstore.view.overview import overview
 from trajstore.view.rollout import Pictures, answer_of, pictures_of
 from trajstore.view.session import OpenSessions, tree_of
 from trajstore.view.shown import Shown
@@ -64,9 +62,6 @@ _LOOK_APART = 5.0
 
 FAILURE = "(kind = 'agent' and outcome is null) or outcome <= 0.5"
 """Condition of the trajectories that are no success; blocks without an outcome are neither."""
-
-_SUMS = 10_000
-"""Number of trajectories whose sums of log-probs or rewards are cached."""
 
 _BLOCKS = 2
 """Number of blocks whose pictures are kept: the page asks for frames in many requests, also of two blocks by turns."""
@@ -116,11 +111,9 @@ class Living:
         self._runs = (shown,) if other is None else (shown, other)
         self._tokenizer = tokenizer
         self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
-        self._sums: OrderedDict[tuple[int, Sample], tuple[float, int]] = OrderedDict()
-        """(sum of log-probs or rewards, number of values) per run and trajectory; used by the second thread."""
         self._pictures = lru_cache(_BLOCKS)(self._pictures_of)
         self._decoder = lru_cache(None)(self._decoder_of)
-        """Of the second thread, as the fields above."""
+        """Of the second thread, as the field above."""
         self._training = Training()
         self._open = OpenSessions()
         """Of the first thread, as the fields above."""
@@ -352,21 +345,6 @@ class Living:
             "state": self.state.name
         }
 
-    def sampled(self, where: str, over: str, name: str, run: int = 0) -> tuple[Answer, list[list[Sample]]]:
-        """Return the points and trajectories to pass to :meth:`measured`; see ``view/overview``.
-
-        Raises:
-            ConfigurationError: the condition is invalid, or there is no such curve.
-        """
-        if over not in ("version", "time"):
-            raise ConfigurationError(f"over: {over!r}, must be version or time")
-        if name not in MEASURED:
-            raise ConfigurationError(f"name: {name!r}, must be {' or '.join(MEASURED)}")
-        if run >= len(self._runs):
-            raise ConfigurationError(f"run: {run}, no other run was given with --compare")
-        points, samples = sampled(self.table(where, run), over, name)
-        return {**points, "unread": 0, "state": self.state.name}, samples
-
     # -- one trajectory -----------------------------------------------------------------------------
 
     def rollout(self, shown: str) -> bytes:
@@ -459,53 +437,6 @@ class Living:
         block = self.get(shown)
         return pictures_of(block) if isinstance(block, Trajectory) else {}
 
-    def _facts_of(self, number: int, run: int = 0) -> dict[str, Any]:
-        """Return the facts of a trajectory; raises the error of :meth:`facts`."""
-        rows = self._runs[run].query().table().filter(pl.col("trajectory_id") == number)
-        if not len(rows):
-            raise self._none_of(shown_id(number))
-        return rows.row(0, named=True)
-
-    def measured(self, name: str, samples: Sequence[Sample], run: int = 0) -> Answer:
-        """Return a point of a curve: the mean over some trajectories, its interval, and the number of unreadable ones.
-
-        Of ``log_prob``, the mean over the model's tokens (the trainer's log-probs are preferred to the engine's); of
-        ``reward``, over the steps of blocks. The keys are ``name``, ``NAME_n`` and so on as in ``view/overview``, and
-        ``unread``. The mean is None if there are no values.
-        """
-        found, unread = [], 0
-        for sample in samples:
-            number, committed = sample
-            key = run, sample
-            if key not in self._sums:
-                try:
-                    self._sums[key] = self._sum_of(number, name, run)
-                except TrajectoryUnavailableError:  # evicted meanwhile: the next state has other trajectories
-                    continue
-                except (TrajstoreError, OSError) as error:  # the page shows their number
-                    logger.debug("%s", error)
-                    unread += 1
-                    continue
-            found.append(self._sums[key])
-            if committed is None:  # without a time, a later trajectory of this id cannot be distinguished
-                del self._sums[key]
-        while len(self._sums) > _SUMS:
-            self._sums.popitem(last=False)
-        point = {f"{name}_{key}": plain(value) for key, value in mean_of(found).items()}
-        return {name: point.pop(f"{name}_mean"), **point, "unread": unread}
-
-    def _sum_of(self, number: int, name: str, run: int) -> tuple[float, int]:
-        """Return the sum of a trajectory's values, and their number."""
-        if name == "log_prob":
-            return _log_probs_of(self._runs[run].get(shown_id(number)))
-        count = int(self._facts_of(number, run)["samples"])
-        drawn = Drawn(np.full(count, number, np.int64), np.arange(count))
-        try:
-            columns = self._runs[run].read(drawn, ["rewards"])
-        except SchemaMismatchError:  # a block without rewards
-            return 0.0, 0
-        return sum(float(tensor.double().sum()) for _, tensor in walk(columns)), count
-
     def facts(self, shown: str) -> Answer:
         """Return the facts of a trajectory.
 
@@ -513,7 +444,10 @@ class Living:
             TrajectoryUnavailableError: no such trajectory, or it was evicted.
         """
         number = id_from("trajectory_id", shown)
-        return {**plain_dict(self._facts_of(number)), "trajectory_id": shown_id(number)}
+        rows = self._shown.query().table().filter(pl.col("trajectory_id") == number)
+        if not len(rows):
+            raise self._none_of(shown_id(number))
+        return {**plain_dict(rows.row(0, named=True)), "trajectory_id": shown_id(number)}
 
     def notes(self, shown: str) -> Answer:
         """Return the late values of a trajectory, see :func:`trajstore.view.answers.late_values`.
@@ -586,25 +520,6 @@ def _matching(question: Query, where: str) -> npt.NDArray[np.int64]:
         if RELATIONS["messages"].keys().isdisjoint(words(where)):
             raise
         return replace(question, relation="messages").where(where).ids()
-
-
-def with_points(answer: Answer, points: Sequence[Answer]) -> Answer:
-    """Return the answer of :meth:`Living.sampled` with its points, which :meth:`Living.measured` returned."""
-    unread = sum(point["unread"] for point in points)
-    names = points[0].keys() if points else ()
-    return {**answer, **{name: [point[name] for point in points] for name in names}, "unread": unread}
-
-
-def _log_probs_of(trajectory: AnyTrajectory) -> tuple[float, int]:
-    """Return the sum of the log-probs of the model's tokens, and the number of these tokens."""
-    if not isinstance(trajectory, AgentTrajectory):
-        return 0.0, 0
-    values = trajectory.old_log_probs if trajectory.old_log_probs is not None else trajectory.rollout_log_probs
-    if values is None:
-        return 0.0, 0
-    if trajectory.response_mask is not None:
-        values = values[trajectory.response_mask.bool()]
-    return float(values.double().sum()), values.numel()
 
 
 def told(state: State) -> Answer:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -16,12 +14,6 @@ from trajstore.view.answers import Answer, plain
 SPANS = 60
 """Number of equal intervals of curves over time."""
 
-SAMPLED = 8
-"""Number of rollouts read per point of a curve."""
-
-Sample = tuple[int, datetime | None]
-"""(id, commit time) of a rollout."""
-
 _MOST_TASKS = 200
 
 _BARS = 10
@@ -32,9 +24,6 @@ _RATES = ("outcome", "success_rate")
 
 _MEANS = (*_RATES, "response", "turns")
 """Facts with a curve of means."""
-
-MEASURED = {"log_prob": "agent", "reward": "step"}
-"""Kind of the trajectories that are read for a curve, by the curve's name."""
 
 _Z = 1.959964
 """Standard errors from the middle of a 95 % interval to its ends, of a normal distribution."""
@@ -122,63 +111,6 @@ def _error(values: Any) -> Any:
     """Return the standard error of a mean; None of fewer than two values."""
     deviation = values.std()
     return None if deviation is None else deviation / values.count() ** 0.5
-
-
-def mean_of(sums: Sequence[tuple[float, int]]) -> dict[str, float | int | None]:
-    """Return ``{"mean", "n", "low", "high"}``: the mean over the values of some trajectories, and its interval.
-
-    Values of one trajectory depend on each other, so the standard error is that of a ratio of two sums over
-    trajectories (W. G. Cochran, *Sampling Techniques*, 3rd edition, 1977, chapter 6). ``n`` is the number of
-    trajectories.
-
-    Args:
-        sums: for each trajectory, the sum of its values and their number.
-    """
-    sums = [(total, count) for total, count in sums if count]
-    if not sums:
-        return {"mean": None, "n": 0, "low": None, "high": None}
-    n, values = len(sums), sum(count for _, count in sums)
-    mean = sum(total for total, _ in sums) / values
-    squares = sum((total - mean * count) * (total - mean * count) for total, count in sums)
-    error = math.sqrt(squares * n / (n - 1)) / values if n > 1 else None
-    low, high = interval(mean, n, error, is_binary=False)
-    return {"mean": mean, "n": n, "low": low, "high": high}
-
-
-def sampled(table: pl.DataFrame, over: str, name: str) -> tuple[Answer, list[list[Sample]]]:
-    """Choose the points of a curve, and the trajectories to read for each.
-
-    Chooses at most 60 evenly spaced points, and up to 8 trajectories for each by the hashes of their ids, so that most
-    choices stay when trajectories are added.
-
-    Args:
-        table: facts.
-        over: ``version`` or ``time``.
-        name: name of the curve, one of :data:`MEASURED`.
-
-    Returns:
-        ``{"x", "first", "last", "of"}`` and the trajectories. ``first`` and ``last`` are the lowest and highest id as
-        used in conditions; ``of`` is the number of points before the choice.
-    """
-    is_read = pl.col("readable") & (pl.col("kind") == MEASURED[name])
-    read = _over(table.filter(is_read & pl.col("response").is_not_null() if name == "log_prob" else is_read), over)
-    curve = (
-        read.group_by("x")
-        .agg(
-            first=pl.col("trajectory_id").min(),
-            last=pl.col("trajectory_id").max(),
-            rollouts=pl.struct("trajectory_id", "committed").bottom_k_by(pl.col("trajectory_id").hash(0), SAMPLED),
-        )
-        .sort("x")
-    )
-    wanted = {at * (len(curve) - 1) // (SPANS - 1) for at in range(SPANS)}
-    chosen = curve[sorted(wanted)] if len(curve) else curve
-    points = _by_name(chosen.select("x", "first", "last"))
-    samples = [
-        sorted((rollout["trajectory_id"], rollout["committed"]) for rollout in rollouts)
-        for rollouts in chosen["rollouts"]
-    ]
-    return {**points, "of": len(curve)}, samples
 
 
 def _over(table: pl.DataFrame, over: str) -> pl.DataFrame:

@@ -24,7 +24,7 @@ from trajstore._core.base.arguments import INT64_MAX, whole
 from trajstore.errors import ConfigurationError, SchemaMismatchError, TrajectoryUnavailableError, TrajstoreError
 from trajstore.view.answers import Answer
 from trajstore.view.guard import Guard, is_loopback
-from trajstore.view.living import Living, State, told, with_points
+from trajstore.view.living import Living, State, told
 from trajstore.view.page import STATIC
 
 T = TypeVar("T")
@@ -136,7 +136,6 @@ class Service:
             *(Route(f"/api/{name}", self._handler(self._reading, *call)) for name, call in about_one.items()),
             Route("/", self._index),
             Route("/api/session", self._session),
-            Route("/api/sampled", self._sampled),
             Route("/api/events", self._events),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
@@ -162,18 +161,6 @@ class Service:
         name, row = _text(request, "id"), _text(request, "row")
         opened = await self._result(self._asking, lambda: self._living.open_session(name))
         return _json(opened or await self._result(self._reading, lambda: self._living.session(name, row)))
-
-    async def _sampled(self, request: Request) -> Response:
-        where, over, name = (_text(request, parameter) for parameter in ("where", "over", "name"))
-        run = _whole(request, "run")
-        answer, samples = await self._result(self._asking, lambda: self._living.sampled(where, over, name, run))
-        points = []
-        for some in samples:  # one by one, so that a request for a single trajectory can come in between
-            if await request.is_disconnected():
-                raise ClientDisconnect
-            read = partial(self._living.measured, name, some, run)
-            points.append(await self._result(self._reading, read))
-        return _json(with_points(answer, points))
 
     async def _events(self, request: Request) -> Response:
         stream = self._states(request.headers.get("last-event-id"))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trajstore._core.sampling.base import Drawn
 from trajstore._core.store.catalog import Catalog
 from trajstore.errors import CorruptStoreError
 from trajstore.operations.opening import open_readable
@@ -69,10 +68,6 @@ class Shown:
             TrajectoryUnavailableError: there is no such trajectory.
         """
         return self._reader.get(shown) if self.pool is None else self.pool.get(shown)
-
-    def read(self, drawn: Drawn, columns: Sequence[str]) -> dict[str, Any]:
-        """Return rows of some columns."""
-        return self._reader.read(drawn, columns=columns)
 
     def _look(self) -> None:
         try:

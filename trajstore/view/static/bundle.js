@@ -115,10 +115,6 @@ const ANSWERS = {
     if (where) throw unanswered(where);
     return all.overview;
   },
-  sampled: (all, { where, over, name, run }) => {
-    if (where) throw unanswered(where);
-    return all.sampled[name][over][run];
-  },
   group,
   sessions: () => ({ sessions: [], of: 0, damaged: [] }),
   session: async ({ sessions }, { id }) => {

@@ -14,11 +14,6 @@ const CURVES = [
   { name: "turns", title: "Mean turns" },
   { name: "count", title: "Number of trajectories" },
 ];
-/** Curves for which trajectories are read, at most 8 per point. */
-const SAMPLED = [
-  { name: "log_prob", title: "Mean log-prob", of: "at most 8 rollouts per point", kind: "agents" },
-  { name: "reward", title: "Mean reward per step", of: "at most 8 blocks per point", kind: "blocks" },
-];
 const HISTOGRAMS = { outcome: "outcome", response: "response tokens", turns: "turns", steps: "steps of the block" };
 
 /** Returns a mean with the ends of its interval, and n. */
@@ -56,8 +51,6 @@ export async function show(main, { parameters, keep, signal }) {
   let told = null;
   let over = parameters.get("over") ?? null;
   const plots = new Map(); // by curve
-  const read = {}; // the last sampled curves told, by name and what they are over
-  let isReading = false;
   const chosen = {}; // by curve: which point the keyboard is at; the last one unless it was moved
   const field = conditionField(parameters.get("where") ?? "", () => {
     keep({ where: field.condition() });
@@ -69,7 +62,6 @@ export async function show(main, { parameters, keep, signal }) {
         over = name;
         keep({ over });
         lay();
-        readSampled();
       },
     }, title)));
   const refused = make("p", { class: "refused", id: "refused", role: "alert" });
@@ -91,38 +83,12 @@ export async function show(main, { parameters, keep, signal }) {
       told = { ...(await ask("overview", { where }, signal)), where };
       field.suggest(told.by_task[0]?.task);
       keepingFocus(main, lay);
-      readSampled();
     } catch (error) {
       if (!signal.aborted) fill(refused, error.message);
     }
   }
 
   const runs = () => [told, told.other].filter(Boolean);
-  const kindsOf = ({ agents, trajectories }) => SAMPLED.filter(({ kind }) => (kind === "agents" ? agents : trajectories - agents) > 0);
-  const keyIn = ({ name }, run) => `${name} ${isOver()} ${run}`;
-  const isRead = ([curve, run]) => read[keyIn(curve, run)]?.state === told.state && read[keyIn(curve, run)].where === told.where;
-
-  /** Asks for the sampled curves, one at a time: trajectories are read, which far away takes longer than the next commit. */
-  async function readSampled() {
-    const [curve, run] = runs().flatMap((one, at) => kindsOf(one).map((wanted) => [wanted, at])).find((one) => !isRead(one)) ?? [];
-    if (isReading || !curve) return;
-    const [is, key, { state, where }] = [isOver(), keyIn(curve, run), told];
-    isReading = true;
-    let answer = { x: [] };
-    try {
-      answer = await ask("sampled", { where, over: is, name: curve.name, run }, signal);
-    } catch (error) {
-      if (!signal.aborted) fill(refused, error.message);
-    }
-    isReading = false;
-    if (signal.aborted) return;
-    read[key] = { [curve.name]: [], ...answer, state, where };
-    const now = readOf(curve, 0);
-    const isThere = curves.querySelector(`[data-curve=${curve.name}]`) !== null;
-    if (now && isThere !== known(curve.name, now)) keepingFocus(main, lay);
-    else if (now && isThere) keepingFocus(curves, () => drawSampled(curve, now));
-    readSampled(); // another one may be shown by now
-  }
 
   const hasTimes = () => told.by_time.x.length > 0 || told.trajectories === 0; // a pool's files have none
   const isOver = () => (!hasTimes() ? "version" : over ?? (told.by_version.x.length > 1 ? "version" : "time"));
@@ -175,15 +141,13 @@ export async function show(main, { parameters, keep, signal }) {
     plots.clear();
     const [data, other] = runs().map((one) => (isOver() === "version" ? one.by_version : one.by_time));
     const kept = CURVES.filter(({ name }) => known(name, data) && !(name === "outcome" && isSaid()));
-    const sampled = kept.length ? kindsOf(told).filter((curve) => !readOf(curve, 0) || known(curve.name, readOf(curve, 0))) : [];
     fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : told.where ? "No trajectory matches the filter." : "No trajectories yet: they appear here once they are committed."),
-      kept.map((curve) => figureOf(curve)), sampled.map((curve) => figureOf(curve, ["reading them …"])),
+      kept.map(figureOf),
       Object.entries(HISTOGRAMS).filter(([name]) => told.histograms[name] && !(name === "outcome" && isSaid())).map(histogram));
     help.hidden = !kept.length;
     fill(help, "Bands, and the numbers in brackets: 95 % interval of the mean, if the n trajectories are independent. Of outcomes that are 0 or 1 it is Wilson's interval of a proportion, otherwise the mean ± 1.96 standard errors. ",
       isOver() === "time" ? "The time is divided into 60 equal intervals, with a point for each that has trajectories. " : null, "Point at a curve for its values; click a point or a bar to see its trajectories.");
     for (const curve of kept) drawCurve(curve, data, other);
-    for (const curve of sampled) if (readOf(curve, 0)) drawSampled(curve, readOf(curve, 0));
   }
 
   /** Returns how many trajectories have which value, as bars that lead to them. */
@@ -202,19 +166,8 @@ export async function show(main, { parameters, keep, signal }) {
       make("div", { class: "histogram" }, bars));
   }
 
-  function readOf(curve, run) {
-    const found = read[keyIn(curve, run)];
-    return found?.where === told.where ? found : null;
-  }
-
-  function drawSampled(curve, data) {
-    const odd = data[curve.name].filter((value) => typeof value === "string").length;
-    drawCurve(curve, data, readOf(curve, 1), [data.of > data.x.length ? `at ${count(data.x.length)} of ${count(data.of)} points` : null,
-      odd ? `${count(odd)} not finite` : null, data.unread ? `${count(data.unread)} cannot be read` : null].filter(Boolean));
-  }
-
-  const figureOf = ({ name, title, of }, notes = []) => make("figure", { "data-curve": name, class: of ? "sampled" : null, "aria-label": `${title} over ${isOver() === "version" ? "policy versions" : "time"}` },
-    make("figcaption", {}, name === "count" ? title : `${title}, 95 % interval`, make("span", { class: "of" }, [of, ...notes].filter(Boolean).join(", "))));
+  const figureOf = ({ name, title }) => make("figure", { "data-curve": name, "aria-label": `${title} over ${isOver() === "version" ? "policy versions" : "time"}` },
+    make("figcaption", {}, name === "count" ? title : `${title}, 95 % interval`));
 
   /**
    * Returns the line of a run, with its band before it: { x, lines, real } as of withGaps, and `said`, which says the value, its
@@ -223,8 +176,7 @@ export async function show(main, { parameters, keep, signal }) {
   function lineOf(data, name) {
     const hasBand = name !== "count";
     const names = hasBand ? [`${name}_high`, `${name}_low`, name] : [name]; // the line is drawn over its band
-    const isWhole = isOver() === "version" && !(data.of > data.x.length); // else missing versions are only not shown
-    const points = isWhole ? withGaps(data, names, hasBand ? null : 0)
+    const points = isOver() === "version" ? withGaps(data, names, hasBand ? null : 0)
       : { x: data.x.map(Number), lines: names.map((one) => data[one].map(numberOf)), real: [...data.x.keys()] };
     const said = (x) => {
       const point = points.x.indexOf(x);
@@ -256,13 +208,10 @@ export async function show(main, { parameters, keep, signal }) {
     ctx.restore();
   }
 
-  /** Draws a curve, that of the other run with it, and nothing else anew: what is beside it may be clicked on. */
-  function drawCurve(curve, data, other, notes) {
-    const { name, title } = curve;
+  /** Draws a curve, and that of the other run with it. */
+  function drawCurve({ name, title }, data, other) {
     const isVersion = isOver() === "version";
-    const figure = figureOf(curve, notes);
-    plots.get(name)?.destroy();
-    curves.querySelector(`[data-curve=${name}]`).replaceWith(figure);
+    const figure = curves.querySelector(`[data-curve=${name}]`);
     const hasBand = name !== "count";
     const drawn = [data, other].filter(Boolean).map((one) => lineOf(one, name));
     const [x, ...joined] = uPlot.join(drawn.map((one) => [one.x, ...one.lines]));
