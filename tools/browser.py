@@ -82,15 +82,9 @@ class Command:
 
 
 @contextmanager
-def serving(
-    path: Path, token: str | None = None, *, pin: str | None = None, compare: Path | None = None
-) -> Iterator[str]:
+def serving(path: Path, token: str | None = None, *, pin: str | None = None) -> Iterator[str]:
     """Serve a directory from a thread; yield the address."""
-    other = None if compare is None else Shown(compare)
-    with (
-        listening("127.0.0.1", 0) as (listener, _, address),
-        closing(Living(Shown(path, pin=pin), other=other)) as living,
-    ):
+    with listening("127.0.0.1", 0) as (listener, _, address), closing(Living(Shown(path, pin=pin))) as living:
         server = server_of(living, token)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

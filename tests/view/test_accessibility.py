@@ -74,7 +74,6 @@ def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page,
         (f"{rollouts}/#/step/2", "document.querySelectorAll('table.trained tbody tr').length === 4"),
         (f"{session}/#/trajectory/2", "document.querySelectorAll('.tree a.name').length === 5"),
         (f"{blocks}/#/trajectory/0", "document.querySelector('[data-drawn]')"),
-        (f"{blocks}/#/beside/0?other=1", "document.querySelectorAll('.episodes .large').length >= 2"),
         (f"{blocks}/#/table", "document.querySelectorAll('.row').length === 2"),
         (f"{blocks}/#/trajectory/99", "document.querySelector('main .trouble')"),
     ):

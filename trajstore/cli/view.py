@@ -21,7 +21,6 @@ _PORT = 8421
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or directory of RLinf")
     parser.add_argument("--pin", metavar="NAME", help="show the trajectories of a pin")
-    parser.add_argument("--compare", metavar="PATH", help="show the curves of another store or run beside these")
     parser.add_argument("--port", metavar="N", type=int, help=f"port; 0 = any free one (default: {_PORT})")
     parser.add_argument(
         "--host",
@@ -88,8 +87,7 @@ def _living(options: Namespace, *, copied: bool = False) -> Living:
     from trajstore.view.living import Living
     from trajstore.view.shown import Shown
 
-    other = None if options.compare is None else Shown(options.compare, copied=copied)
-    return Living(Shown(options.path, pin=options.pin, copied=copied), tokenizer=options.tokenizer, other=other)
+    return Living(Shown(options.path, pin=options.pin, copied=copied), tokenizer=options.tokenizer)
 
 
 COMMAND = Command(

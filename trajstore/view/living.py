@@ -63,9 +63,6 @@ _LOOK_APART = 5.0
 FAILURE = "(kind = 'agent' and outcome is null) or outcome <= 0.5"
 """Condition of the trajectories that are no success; blocks without an outcome are neither."""
 
-_BLOCKS = 2
-"""Number of blocks whose pictures are kept: the page asks for frames in many requests, also of two blocks by turns."""
-
 _FRAMES = 64
 """Maximum number of pictures per request."""
 
@@ -103,15 +100,13 @@ class Living:
     Args:
         shown: the contents of the page; owned by this object from now on.
         tokenizer: folder or name of the tokenizer that decodes tokens. None: the folder that a rollout names.
-        other: contents to compare in the overview; also owned by this object.
     """
 
-    def __init__(self, shown: Shown, *, tokenizer: str | Path | None = None, other: Shown | None = None) -> None:
+    def __init__(self, shown: Shown, *, tokenizer: str | Path | None = None) -> None:
         self._shown = shown
-        self._runs = (shown,) if other is None else (shown, other)
         self._tokenizer = tokenizer
         self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
-        self._pictures = lru_cache(_BLOCKS)(self._pictures_of)
+        self._pictures = lru_cache(1)(self._pictures_of)  # the page asks for a block's frames in many requests
         self._decoder = lru_cache(None)(self._decoder_of)
         """Of the second thread, as the field above."""
         self._training = Training()
@@ -120,16 +115,12 @@ class Living:
         self._start, self._number = secrets.token_hex(4), 0
         self._looked = -math.inf
         """Monotonic time at which the writer locks were read last; of the first thread."""
-        self.state = State(self._name(), len(shown), self._damage(), written=self._is_written())
+        self.state = State(self._name(), len(shown), shown.damage, written=self._is_written())
         """The present state; replaced as a whole, so that any thread may read it."""
 
     def close(self) -> None:
         """Release the resources taken for reading."""
-        for run in self._runs:
-            run.close()
-
-    def _damage(self) -> str | None:
-        return "; ".join(run.damage for run in self._runs if run.damage is not None) or None
+        self._shown.close()
 
     @property
     def path(self) -> str:
@@ -145,10 +136,10 @@ class Living:
         """Show new commits, and return the state."""
         sessions = self.state.sessions
         try:
-            changed = sum(run.refresh() for run in self._runs) > 0
+            changed = self._shown.refresh()
             sessions += self._open.refresh(() if self._shown.pin else self._directories().values())
             written = self._is_written()
-            trouble = self._damage()
+            trouble = self._shown.damage
         except (StoreError, OSError) as error:  # may be temporary while the directory is replaced
             changed, written, trouble = False, False, str(error)
             if trouble != self.state.trouble:
@@ -300,34 +291,26 @@ class Living:
             answer["next" + name] = shown_id(int(ids[places[after]])) if after < len(places) else None
         return answer
 
-    def overview(self, where: str) -> Answer:
-        """Return figures and curves of the trajectories that match a condition; see ``view/overview``.
-
-        ``other`` has those of the contents to compare, and their ``path``.
+    def overview(self, where: str = "") -> Answer:
+        """Return figures and curves, see :func:`trajstore.view.overview.overview`, and those of the ``pool``.
 
         Raises:
             ConfigurationError: the condition is invalid; names the position.
         """
         pool = None if self._shown.pool is None else self._shown.pool.overview()
-        runs = [{**overview(self.table(where, number)), "path": run.path} for number, run in enumerate(self._runs)]
-        return {**runs[0], "other": runs[1] if len(runs) > 1 else None, "pool": pool, "state": self.state.name}
+        return {**overview(self.table(where)), "pool": pool, "state": self.state.name}
 
-    def table(self, where: str = "", run: int = 0) -> pl.DataFrame:
+    def table(self, where: str = "") -> pl.DataFrame:
         """Return the facts of the trajectories that match a condition, in the order of their ids.
 
         Args:
             where: condition; empty for all.
-            run: 0, or 1 for the contents to compare.
 
         Raises:
             ConfigurationError: the condition is invalid, with the reason.
         """
-        question = self._runs[run].query()
-        table = question.table()
-        if not where:
-            return table
-        ids = _matching(question, where) if run else self._ids_of(where, (), "")[0]
-        return table.filter(np.isin(table["trajectory_id"], ids))
+        table = self._shown.query().table()
+        return table.filter(np.isin(table["trajectory_id"], self._ids_of(where, (), "")[0])) if where else table
 
     def group(self, task: str, version: int | Literal["all"] | None) -> Answer:
         """Return the rollouts of a task, and the list of their policy versions; those of all versions newest first.

@@ -5,7 +5,6 @@ import { bundle, isBundle } from "./bundle.js";
 import { fill, make, visible } from "./dom.js";
 import "./theme.js";
 import { ZONE, count, several, time } from "./numbers.js";
-import * as beside from "./beside.js";
 import * as group from "./group.js";
 import * as session from "./open.js";
 import * as overview from "./overview.js";
@@ -13,7 +12,7 @@ import * as table from "./table.js";
 import * as training from "./training.js";
 import * as trajectory from "./trajectory.js";
 
-const VIEWS = { overview, table, trajectory, session, group, beside, training, step: { show: training.showStep } };
+const VIEWS = { overview, table, trajectory, session, group, training, step: { show: training.showStep } };
 const main = document.getElementById("main");
 
 let current = null; // { leave, changed }: changed compares the state told with the one that the view shows

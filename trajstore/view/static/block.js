@@ -48,11 +48,8 @@ function paint(canvas, bytes, [height, width, channels]) {
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
-/**
- * Shows a block. `moved` is called with each step that somebody goes to; the `go` that is returned goes to one without
- * calling it: so two blocks stay in step.
- */
-export function showBlock(place, told, { parameters, keep, signal, id, moved }) {
+/** Shows a block. */
+export function showBlock(place, told, { parameters, keep, signal, id }) {
   const { steps, batch } = told;
   const within = (name, end) => Math.max(0, Math.min(Math.trunc(Number(parameters.get(name))) || 0, end - 1));
   let environment = within("environment", batch);
@@ -82,8 +79,7 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
   const goesOn = make("p", { class: "goes-on quiet", hidden: true });
   const curves = make("div", { class: "curves" });
   fill(place, make("div", { class: "bar" }, batch > 1 ? make("label", {}, "Environment ", choose, ` (0 to ${batch - 1})`) : null,
-    make("span", { class: "player", role: "group", "aria-label": "Player" }, by(-1, ",", "‹", "Previous step"), play, by(1, ".", "›", "Next step"), pace), slider,
-    moved ? null : make("a", { class: "button besides", href: `#/beside/${id}`, click: besides }, "Compare with another episode")), says, goesOn, make("div", { class: "seen" }, pictures, curves),
+    make("span", { class: "player", role: "group", "aria-label": "Player" }, by(-1, ",", "‹", "Previous step"), play, by(1, ".", "›", "Next step"), pace), slider), says, goesOn, make("div", { class: "seen" }, pictures, curves),
     Object.entries(told.texts).map(([name, text]) => make("p", { class: "note" }, `${name}: ${text}`)),
     others.length ? make("p", { class: "note" }, `Not drawn: ${others.map(({ name, dtype, shape }) => `${name} ${dtype} [${shape.join(", ")}]`).join(", ")}`) : null);
 
@@ -143,16 +139,9 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
     }
   }
 
-  /** Makes the link to the view of two episodes: this one beside the next environment's, if there is one. */
-  function besides(event) {
-    const more = { other: id, environment, other_environment: environment + 1 < batch ? environment + 1 : 0, step };
-    event.target.href = `#/beside/${id}?${new URLSearchParams(more)}`;
-  }
-
-  function go(to, isFollowing = false) {
+  function go(to) {
     step = Math.max(0, Math.min(to, steps - 1));
-    if (!isFollowing) moved?.(step);
-    if (!isFollowing) keep({ step: step ? String(step) : null });
+    keep({ step: step ? String(step) : null });
     slider.value = step;
     mark();
     bring([step]).catch(refuse);
@@ -282,7 +271,6 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
   else lay();
   window.addEventListener("theme", lay);
   return {
-    go: (to) => steps && go(to, true),
     leave() {
       stop();
       window.removeEventListener("theme", lay);

@@ -66,14 +66,13 @@ export async function show(main, { parameters, keep, signal }) {
     }, title)));
   const refused = make("p", { class: "refused", id: "refused", role: "alert" });
   const figures = make("dl", { class: "figures" });
-  const compared = make("div", { class: "compared quiet" });
   const lacking = make("ul", { class: "lacking" });
   const curves = make("div", { class: "curves" });
   const help = make("p", { class: "note", hidden: true });
   const pool = make("section", { class: "by-task", "aria-label": "Pool" });
   const tasks = make("section", { class: "by-task", "aria-label": "Tasks" });
   const open = make("section", { class: "open", "aria-label": "Open sessions" });
-  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, compared, figures, lacking, open, curves, help, pool, tasks);
+  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, figures, lacking, open, curves, help, pool, tasks);
 
   async function start() {
     fill(refused);
@@ -88,8 +87,6 @@ export async function show(main, { parameters, keep, signal }) {
     }
   }
 
-  const runs = () => [told, told.other].filter(Boolean);
-
   const hasTimes = () => told.by_time.x.length > 0 || told.trajectories === 0; // a pool's files have none
   const isOver = () => (!hasTimes() ? "version" : over ?? (told.by_version.x.length > 1 ? "version" : "time"));
   const isSaid = () => told.pool && told.outcomes[0] === 1 && told.outcomes[1] === 1; // in a sentence, not a curve
@@ -99,7 +96,7 @@ export async function show(main, { parameters, keep, signal }) {
   function lay() {
     axis.hidden = !hasTimes() || told.trajectories === 0;
     for (const button of axis.querySelectorAll("button")) button.setAttribute("aria-pressed", button.dataset.over === isOver() ? "true" : "false");
-    const pairsOf = (told) => [
+    const pairs = [
       ["trajectories", count(told.trajectories)],
       ["mean outcome", told.outcome === null || isSaid() ? null : meanOf(told.outcome, told.outcome_low, told.outcome_high, told.outcome_n === told.trajectories ? null : told.outcome_n)],
       ["tasks", told.tasks ? count(told.tasks) : null],
@@ -108,10 +105,7 @@ export async function show(main, { parameters, keep, signal }) {
       ["size", size(told.bytes)],
       [`committed, ${ZONE}`, told.begun === null ? null : spanOf(time(told.begun), time(told.ended))],
     ];
-    const others = told.other && pairsOf(told.other);
-    fill(compared, told.other ? [keyOf([[told.path, styleOf("--accent")], [told.other.path, styleOf("--other")]]), "Histograms show the first; points, bars and tasks lead to its trajectories."] : null);
-    fill(figures, pairsOf(told).map(([name, value], at) => [name, value, others?.[at][1] ?? null]).filter(([, ...values]) => values.some((value) => value !== null))
-      .map(([name, value, other]) => make("div", {}, make("dt", {}, name), make("dd", {}, value ?? "–"), others && make("dd", { class: "other" }, other ?? "–"))));
+    fill(figures, pairs.filter(([, value]) => value !== null).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
     const say = (number, noun, text, where) => (number ? make("li", {}, make("a", { href: linkTo(within(where)), "data-focus": where }, several(number, ...noun)), ` ${text}`) : null);
     const all = ["trajectory", "trajectories"];
     fill(lacking, ...[
@@ -131,7 +125,7 @@ export async function show(main, { parameters, keep, signal }) {
     const bar = make("span", { class: outcome === null ? null : "bar-of" });
     if (outcome !== null) bar.style.setProperty("--share", Math.max(0, Math.min(1, Number(outcome))));
     return make("a", { class: "task", "data-focus": `task ${row.task}`, href: `#/group?${new URLSearchParams({ task: row.task })}` }, make("span", { class: "of" }, row.task),
-      bar, make("span", { class: "number" }, outcome === null ? "" : short(outcome), told.other && make("span", { class: "other" }, ` ${short(told.other.by_task.find(({ task }) => task === row.task)?.outcome) || "–"}`)), make("span", { class: "number quiet" }, several(row.count, "rollout")));
+      bar, make("span", { class: "number" }, outcome === null ? "" : short(outcome)), make("span", { class: "number quiet" }, several(row.count, "rollout")));
   };
 
   const known = (name, data) => data[name].some((value) => value !== null);
@@ -139,7 +133,7 @@ export async function show(main, { parameters, keep, signal }) {
   function draw() {
     for (const plot of plots.values()) plot.destroy();
     plots.clear();
-    const [data, other] = runs().map((one) => (isOver() === "version" ? one.by_version : one.by_time));
+    const data = isOver() === "version" ? told.by_version : told.by_time;
     const kept = CURVES.filter(({ name }) => known(name, data) && !(name === "outcome" && isSaid()));
     fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : told.where ? "No trajectory matches the filter." : "No trajectories yet: they appear here once they are committed."),
       kept.map(figureOf),
@@ -147,7 +141,7 @@ export async function show(main, { parameters, keep, signal }) {
     help.hidden = !kept.length;
     fill(help, "Bands, and the numbers in brackets: 95 % interval of the mean, if the n trajectories are independent. Of outcomes that are 0 or 1 it is Wilson's interval of a proportion, otherwise the mean ± 1.96 standard errors. ",
       isOver() === "time" ? "The time is divided into 60 equal intervals, with a point for each that has trajectories. " : null, "Point at a curve for its values; click a point or a bar to see its trajectories.");
-    for (const curve of kept) drawCurve(curve, data, other);
+    for (const curve of kept) drawCurve(curve, data);
   }
 
   /** Returns how many trajectories have which value, as bars that lead to them. */
@@ -169,38 +163,18 @@ export async function show(main, { parameters, keep, signal }) {
   const figureOf = ({ name, title }) => make("figure", { "data-curve": name, "aria-label": `${title} over ${isOver() === "version" ? "policy versions" : "time"}` },
     make("figcaption", {}, name === "count" ? title : `${title}, 95 % interval`));
 
-  /**
-   * Returns the line of a run, with its band before it: { x, lines, real } as of withGaps, and `said`, which says the value, its
-   * interval and n at an x.
-   */
-  function lineOf(data, name) {
-    const hasBand = name !== "count";
-    const names = hasBand ? [`${name}_high`, `${name}_low`, name] : [name]; // the line is drawn over its band
-    const points = isOver() === "version" ? withGaps(data, names, hasBand ? null : 0)
-      : { x: data.x.map(Number), lines: names.map((one) => data[one].map(numberOf)), real: [...data.x.keys()] };
-    const said = (x) => {
-      const point = points.x.indexOf(x);
-      const at = points.real.indexOf(point);
-      if (point < 0 || points.lines.at(-1)[point] === null) return "";
-      if (!hasBand) return short(points.lines[0][point]);
-      return meanOf(...["", "_low", "_high", "_n"].map((of) => data[`${name}${of}`][at]));
-    };
-    return { ...points, said };
-  }
-
   /** Draws the interval of each point without neighbours as a line: a band needs two points. */
   function drawAlone(plot, series) {
-    const runs = (plot.data.length - 1) / 3, line = series - 1 - 2 * runs;
-    if (line < 0) return;
-    const [high, low] = [plot.data[2 * line + 1], plot.data[2 * line + 2]], { ctx } = plot;
+    const [x, high, low, line] = plot.data, { ctx } = plot;
+    if (plot.data[series] !== line) return;
     const isThere = (at) => numberOf(high[at]) !== null;
     ctx.save();
     ctx.strokeStyle = plot.series[series].stroke();
     ctx.lineWidth = devicePixelRatio;
     ctx.beginPath();
-    plot.data[0].forEach((x, at) => {
+    x.forEach((value, at) => {
       if (!isThere(at) || isThere(at - 1) || isThere(at + 1)) return;
-      const left = plot.valToPos(x, "x", true);
+      const left = plot.valToPos(value, "x", true);
       ctx.moveTo(left, plot.valToPos(low[at], "y", true));
       ctx.lineTo(left, plot.valToPos(high[at], "y", true));
     });
@@ -208,23 +182,23 @@ export async function show(main, { parameters, keep, signal }) {
     ctx.restore();
   }
 
-  /** Draws a curve, and that of the other run with it. */
-  function drawCurve({ name, title }, data, other) {
+  /** Draws a curve; that of a mean with a band, its interval. */
+  function drawCurve({ name, title }, data) {
     const isVersion = isOver() === "version";
     const figure = curves.querySelector(`[data-curve=${name}]`);
     const hasBand = name !== "count";
-    const drawn = [data, other].filter(Boolean).map((one) => lineOf(one, name));
-    const [x, ...joined] = uPlot.join(drawn.map((one) => [one.x, ...one.lines]));
-    const each = hasBand ? 3 : 1; // arrays of a run, its line the last
-    const [edges, lines] = [true, false].map((isEdge) => joined.filter((_, at) => (at % each < each - 1) === isEdge)); // all lines are drawn over all bands
-    const places = new Map(x.map((value, at) => [value, at]));
-    const real = drawn[0].real.map((point) => places.get(drawn[0].x[point])); // where the first run has points
-    const seriesOf = ({ said }, run) => ({
-      class: run ? "other" : null, label: other ? runs()[run].path : hasBand ? "mean" : name, stroke: styleOf(run ? "--other" : "--accent"), width: 1.75, spanGaps: false,
-      points: { show: x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, __, ___, at) => (Number.isInteger(at) ? said(x[at]) : ""),
-    });
+    const names = hasBand ? [`${name}_high`, `${name}_low`, name] : [name]; // the line is drawn over its band
+    const { x, lines, real } = isVersion ? withGaps(data, names, hasBand ? null : 0)
+      : { x: data.x.map(Number), lines: names.map((one) => data[one].map(numberOf)), real: [...data.x.keys()] };
+    const values = lines.at(-1);
+    const said = (point) => {
+      if (values[point] === null) return "";
+      const at = real.indexOf(point);
+      return hasBand ? meanOf(...["", "_low", "_high", "_n"].map((of) => data[`${name}${of}`][at])) : short(values[point]);
+    };
     const last = x.length - 1;
     const momentOf = (at) => moment(at, (x[last] - x[0]) / 60);
+    const edge = { stroke: "transparent", class: "unseen", points: { show: false } };
     const plot = new uPlot({
       ...shapeOf(figure), legend: { show: true, live: true },
       cursor: { points: { size: 7 }, drag: { x: false, y: false } },
@@ -233,9 +207,12 @@ export async function show(main, { parameters, keep, signal }) {
       hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: last })], // else it is empty
         drawSeries: hasBand ? [drawAlone] : [] },
       series: [{ label: isVersion ? "policy version" : "time", value: (_, at) => (at === null ? "" : isVersion ? short(at) : momentOf(at)) },
-        ...edges.map(() => ({ stroke: "transparent", class: "unseen", points: { show: false } })), ...drawn.map(seriesOf)],
-      bands: hasBand ? drawn.map((_, run) => ({ series: [2 * run + 1, 2 * run + 2], fill: styleOf(run ? "--other-back" : "--accent-back") })) : [],
-    }, [x, ...edges, ...lines], figure);
+        ...(hasBand ? [edge, edge] : []), {
+          label: hasBand ? "mean" : name, stroke: styleOf("--accent"), width: 1.75, spanGaps: false,
+          points: { show: x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, __, ___, at) => (Number.isInteger(at) ? said(at) : ""),
+        }],
+      bands: hasBand ? [{ series: [1, 2], fill: styleOf("--accent-back") }] : [],
+    }, [x, ...lines], figure);
     plot.setLegend({ idx: last });
     const open = (point) => {
       const at = real.indexOf(point);
@@ -245,9 +222,8 @@ export async function show(main, { parameters, keep, signal }) {
     };
     plot.over.addEventListener("click", () => Number.isInteger(plot.cursor.idx) && open(plot.cursor.idx));
     figure.querySelector(".u-legend").setAttribute("aria-hidden", "true"); // the slider says the same
-    const saidAt = (at) => drawn.map(({ said }) => said(at) || "unknown").map((text, run) => (run ? `; ${told.other.path} ${text}` : text)).join("");
     const placeOf = (at) => (isVersion ? `policy version ${at}` : momentOf(at));
-    slider(plot, plot.data.at(-drawn.length), { real, name, title, chosen, said: (at) => `${placeOf(at)}: ${saidAt(at)}`, open });
+    slider(plot, values, { real, name, title, chosen, said: (at) => `${placeOf(at)}: ${said(x.indexOf(at)) || "unknown"}`, open });
     plots.set(name, plot);
   }
 
