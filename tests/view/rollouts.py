@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from tests.stores import writer_to
 from tools.browser import Page
 from trajstore import AgentTrajectory, Reward
-from trajstore.ledger import LEDGER_FOLDER, ROW, Ledger, TrainedStep
 
 PROMPT = 4
 
@@ -62,23 +60,6 @@ def rollout(number: int, tokens: int = 24, **changed: Any) -> AgentTrajectory:
         "metadata": {"advantages": [(-1.0) ** at for at in range(response)]},
     }
     return AgentTrajectory(**{**fields, **changed})
-
-
-def trained_in(store: Path, steps: int, rows: int = 4) -> None:
-    """Record steps in a store's ledger: each trained its first rollouts, and one that is in no store."""
-    with Ledger(store / LEDGER_FOLDER) as ledger:
-        for step in range(1, steps + 1):
-            made = np.zeros(rows, ROW)
-            made["trajectory"] = [-1, *range(rows - 1)]
-            made["group"] = np.arange(rows) // 2
-            made["advantage"], made["ratio"] = np.linspace(-1, 1, rows), 1 + made["trajectory"] / 8
-            made["weight"], made["tokens"], made["version"] = made["trajectory"] != 1, 20, step - 1
-            made["version"][0] = -1
-            made["replayed"][-1] = 1
-            tasks = [f"task-{group}" for group in range(rows // 2)]
-            ledger.record(
-                TrainedStep(step, made, tasks, policy_before=step, policy_after=step + 1, loss={"pg": step / 4})
-            )
 
 
 def session_in(store: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.stores import stored, writer_to
 from tests.support.witness import witness
 from tests.view.conftest import Serve
-from tests.view.rollouts import opened, rollout, session_in, text_of, trained_in
+from tests.view.rollouts import opened, rollout, session_in, text_of
 from tools.browser import Page
 
 CONTROLS = {
@@ -57,7 +57,6 @@ def prefer(page: Page, theme: str) -> None:
 def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page, theme: str) -> None:
     stored(tmp_path / "rollouts", [rollout(number) for number in range(40)])
     stored(tmp_path / "blocks", [witness(7), witness(8)])
-    trained_in(tmp_path / "rollouts", 3)
     session_in(tmp_path / "session")
     rollouts, blocks = serve(tmp_path / "rollouts"), serve(tmp_path / "blocks")
     session = serve(tmp_path / "session")
@@ -70,8 +69,6 @@ def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page,
         (f"{rollouts}/#/table?where=taks", "document.querySelector('.refused').textContent"),
         (f"{rollouts}/#/trajectory/3?token=9", "document.querySelector('.token.selected')"),
         (f"{rollouts}/#/group?task=task-1", "document.querySelectorAll('.sibling').length === 4"),
-        (f"{rollouts}/#/training", "document.querySelectorAll('.curves canvas').length === 7"),
-        (f"{rollouts}/#/step/2", "document.querySelectorAll('table.trained tbody tr').length === 4"),
         (f"{session}/#/trajectory/2", "document.querySelectorAll('.tree a.name').length === 5"),
         (f"{blocks}/#/trajectory/0", "document.querySelector('[data-drawn]')"),
         (f"{blocks}/#/table", "document.querySelectorAll('.row').length === 2"),
@@ -149,25 +146,3 @@ def test_keys_reach_what_a_mouse_reaches_while_others_write(tmp_path: Path, serv
         assert page.run(f"return {focused}") == "task"
         page.keys(".grid", "\ue007")
         page.until("document.activeElement.id === 'main' && document.title.startsWith('Trajectory ')")
-
-
-def test_a_point_of_training_leads_to_its_rows_and_a_rollout_to_its_steps(
-    tmp_path: Path, serve: Serve, page: Page
-) -> None:
-    stored(tmp_path, [rollout(number) for number in range(4)])
-    trained_in(tmp_path, 3)
-    over = "[data-curve=ratio] .u-over"
-    opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelector('[data-view=training]:not([hidden])')")
-    page.click("[data-view=training]")
-    page.until(f"document.querySelector('{over}[role=slider]')")
-    page.keys(over, "\ue012")  # left, to step 2
-    assert page.run(f"return document.querySelector('{over}').getAttribute('aria-valuetext')") == "step 2: 1.063"
-    page.keys(over, "\ue007")  # Enter
-    page.until("location.hash === '#/step/2' && document.querySelectorAll('table.trained tbody tr').length === 4")
-    assert text_of(page, "tbody tr").startswith("rollout 0 of the batch, in no store")
-    assert text_of(page, ".without-loss").startswith("10task-1")
-    page.keys("body", "n")
-    page.until("location.hash === '#/step/3' && document.title.startsWith('Step 3')")
-    page.click("tbody tr:nth-child(2) a.id")
-    page.until("document.querySelector('section.trained summary')?.textContent === 'Trained in 3 steps'")
-    assert text_of(page, "section.trained tbody tr") == "10-0.3333112001"

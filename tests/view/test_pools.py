@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.replay.conftest import build
 from tests.view.conftest import Serve
-from tests.view.rollouts import clicked, opened, text_of, trained_in
+from tests.view.rollouts import clicked, opened, text_of
 from tests.view.test_bundle import bundled, files_of
 from tests.view.test_page import HOSTILE, ROWS
 from tools.browser import Page
@@ -120,13 +120,10 @@ def test_a_pool_that_cannot_be_read_is_shown_as_the_store_that_it_is(tmp_path: P
 
 
 def test_a_store_becomes_a_pool_while_the_page_is_open(tmp_path: Path, serve: Serve, page: Page) -> None:
-    """Its rollouts are committed, and seen, before the first point; a ledger begins even later."""
+    """Its rollouts are committed, and seen, before the first point."""
     with closing(BufferStore.open(tmp_path)) as store:
         opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelector('.nothing')")
         store.add_trajectories([build("a", tokens=1), build("b", tokens=2)])
         page.until("document.querySelectorAll('[aria-label=Tasks] .task').length === 2")
         train(ExperienceManager(RULES, store=store), 1, {"a": 1})
         page.until("document.querySelectorAll('[aria-label=Pool] .task').length === 1")
-        trained_in(tmp_path, 1)
-        store.add_trajectories([build("a", tokens=3)])
-        page.until("document.querySelector('[data-view=training]:not([hidden])')")

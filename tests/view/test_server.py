@@ -21,7 +21,7 @@ import torch
 from tests.stores import stored, writer_to
 from tests.support.witness import witness
 from tests.view.conftest import Serve
-from tests.view.rollouts import PROMPT, rollout, trained_in
+from tests.view.rollouts import PROMPT, rollout
 from tools.browser import PATIENCE, Command, serving
 from trajstore import Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import main
@@ -64,51 +64,6 @@ def trajectory(address: str, shown: str) -> tuple[Any, dict[str, np.ndarray[Any,
         values = np.frombuffer(behind, f"<{array['type']}", int(np.prod(array["shape"])), array["at"])
         arrays[array["name"]] = values.reshape(array["shape"])
     return header, arrays
-
-
-def test_training_is_that_of_the_ledger_and_follows_it(tmp_path: Path, serve: Serve) -> None:
-    stored(tmp_path, [rollout(number) for number in range(4)])
-    address = serve(tmp_path)
-    assert ask(address, "about")["training"] is False
-    assert ask(address, "training")["steps"] == []
-    assert ask(address, "trained", id="0")["of"] == 0
-    trained_in(tmp_path, 2)
-    assert ask(address, "about")["training"] is True
-    answer = ask(address, "training")
-    assert (answer["steps"], answer["of"], answer["damaged"], answer["replaced"]) == ([1, 2], 2, [], 0)
-    assert answer["curves"] == {
-        "rows": [4, 4],
-        "replayed": [0.25, 0.25],
-        "no_loss": [0.25, 0.25],
-        "ratio": [1.0625, 1.0625],
-        "advantage": [pytest.approx(2 / 3)] * 2,
-        "age": [1, 1],
-        "loss/pg": [0.25, 0.5],
-    }
-    step = ask(address, "step", step=2)
-    assert (step["previous"], step["next"], step["of"]) == (1, None, 4)
-    (rank,) = step["ranks"]
-    assert (rank["policy"], rank["loss"]) == ([2, 3], {"pg": 0.5})
-    assert [(row["id"], row["rollout"], row["task"], row["age"]) for row in step["rows"]] == [
-        (None, 0, "task-0", None),
-        ("0", None, "task-0", 1),
-        ("1", None, "task-1", 1),
-        ("2", None, "task-1", 1),
-    ]
-    assert [row["weight"] for row in step["rows"]] == [1, 1, 0, 1]
-    trained = ask(address, "trained", id="2")
-    assert [(row["step"], row["advantage"], row["replayed"]) for row in trained["trained"]] == [
-        (1, 1, True),
-        (2, 1, True),
-    ]
-    status, _, body = get(address, "/api/step?step=7")
-    assert (status, json.loads(body)) == (404, {"error": "step 7: not in the training ledger, which has 1 to 2"})
-    (file,) = (tmp_path / "ledger").glob("steps-*")
-    lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(lines[0].replace(b"task-0", b"task-9!") + lines[1])
-    answer = ask(address, "training")
-    assert answer["steps"] == [2]
-    assert ["byte 0 is damaged" in sentence for sentence in answer["damaged"]] == [True]
 
 
 def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path, serve: Serve) -> None:
@@ -283,12 +238,12 @@ def test_a_group_may_have_a_negative_policy_version(tmp_path: Path, serve: Serve
 
 def test_waiting_requests_are_answered_when_the_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, answered, answers = threading.Event(), threading.Event(), []
-    monkeypatch.setattr(Living, "training", lambda _: (asked.set(), answered.wait(PATIENCE)))
+    monkeypatch.setattr(Living, "keys", lambda _: (asked.set(), answered.wait(PATIENCE)))
     store = stored(tmp_path, [rollout(0)])
 
     def client(address: str) -> None:
         try:
-            answers.append(json.loads(get(address, "/api/training")[2]))
+            answers.append(json.loads(get(address, "/api/keys")[2]))
         finally:
             answered.set()
 

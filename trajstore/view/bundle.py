@@ -89,7 +89,7 @@ def write_bundle(
         raise ConfigurationError(
             f"bundle: {trajectories(len(table))}, must be at most {MOST:,}; select fewer with --where"
         )
-    about = {"columns": columns_of(table), "training": False, "state": "bundle", "trajectories": len(table)}
+    about = {"columns": columns_of(table), "state": "bundle", "trajectories": len(table)}
     rows = named_rows(table)
     shown = [row["trajectory_id"] for row in rows]
     done = Bundled(str(target), trouble=living.state.trouble)

@@ -40,7 +40,6 @@ from trajstore.view.overview import overview
 from trajstore.view.rollout import Pictures, answer_of, pictures_of
 from trajstore.view.session import OpenSessions, tree_of
 from trajstore.view.shown import Shown
-from trajstore.view.training import Training
 
 if TYPE_CHECKING:
     from trajstore._core.files.base import Directory
@@ -109,7 +108,6 @@ class Living:
         self._pictures = lru_cache(1)(self._pictures_of)  # the page asks for a block's frames in many requests
         self._decoder = lru_cache(None)(self._decoder_of)
         """Of the second thread, as the field above."""
-        self._training = Training()
         self._open = OpenSessions()
         """Of the first thread, as the fields above."""
         self._start, self._number = secrets.token_hex(4), 0
@@ -159,10 +157,9 @@ class Living:
         return any(directory.is_written() for directory in self._directories().values())
 
     def about(self) -> Answer:
-        """Return the path, the available facts, whether there are a pool and a training ledger, and the state."""
+        """Return the path, the available facts, whether there is a pool, and the state."""
         columns, pool = columns_of(self._shown.query().table()), self._shown.pool is not None
-        training = self._training.is_there(self._directories())
-        return {"path": self.path, "columns": columns, "pool": pool, "training": training, **told(self.state)}
+        return {"path": self.path, "columns": columns, "pool": pool, **told(self.state)}
 
     def keys(self) -> Answer:
         """Return columns of the newest rollouts' metadata, see :func:`trajstore.view.answers.keys_of`."""
@@ -221,35 +218,6 @@ class Living:
         if row is None:
             raise TrajectoryUnavailableError(f"session {session_id}: is not open, or has no call {call_id!r}")
         return self.body(row)
-
-    def training(self) -> Answer:
-        """Return curves of the training ledgers, see :meth:`trajstore.view.training.Training.curves`.
-
-        Raises:
-            CorruptStoreError: a file of a ledger is absent.
-        """
-        return {**self._training.read(self._directories()).curves(), "state": self.state.name}
-
-    def step(self, number: int) -> Answer:
-        """Return the rows of an optimizer step, see :meth:`trajstore.view.training.Training.step`.
-
-        Raises:
-            TrajectoryUnavailableError: no ledger has the step.
-            CorruptStoreError: a file of a ledger is absent.
-        """
-        return {**self._training.read(self._directories()).step(number), "state": self.state.name}
-
-    def trained(self, shown: str) -> Answer:
-        """Return the steps that trained a trajectory, see :meth:`trajstore.view.training.Training.trained`.
-
-        Args:
-            shown: its id as displayed.
-
-        Raises:
-            CorruptStoreError: a file of a ledger is absent.
-        """
-        trained = self._training.read(self._directories()).trained(id_from("trajectory_id", shown))
-        return {**trained, "state": self.state.name}
 
     def _directories(self) -> dict[int, Directory]:
         return {rank: catalog.directory for rank, catalog in self._shown.catalogs().items()}

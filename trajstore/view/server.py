@@ -122,9 +122,6 @@ class Service:
             "notes": (living.notes, trajectory),
             "sessions": (living.open_sessions, {}),
             "path": (living.open_path, {"id": _text, "call": _text}),
-            "training": (living.training, {}),
-            "step": (living.step, {"step": _whole}),
-            "trained": (living.trained, trajectory),
             "overview": (living.overview, {"where": _text}),
         }
         about_one: dict[str, Call] = {

@@ -9,10 +9,9 @@ import * as group from "./group.js";
 import * as session from "./open.js";
 import * as overview from "./overview.js";
 import * as table from "./table.js";
-import * as training from "./training.js";
 import * as trajectory from "./trajectory.js";
 
-const VIEWS = { overview, table, trajectory, session, group, training, step: { show: training.showStep } };
+const VIEWS = { overview, table, trajectory, session, group };
 const main = document.getElementById("main");
 
 let current = null; // { leave, changed }: changed compares the state told with the one that the view shows
@@ -97,16 +96,6 @@ function say(trajectories) {
   }, Math.max(0, saidAt + QUIET - performance.now()));
 }
 
-/** Says what is shown, and offers the view of the training if there is a ledger. */
-function tellAbout() {
-  return ask("about").then((about) => {
-    fill(document.getElementById("path"), about.path);
-    document.querySelector("[data-view=training]").hidden = !about.training;
-    store = about.path.split("/").filter(Boolean).at(-1) ?? about.path;
-    entitle();
-  }, () => {});
-}
-
 function follow() {
   const live = document.getElementById("live");
   const trouble = document.getElementById("trouble");
@@ -121,7 +110,6 @@ function follow() {
     trouble.hidden = told.trouble === null;
     fill(trouble, told.trouble);
     say(told.trajectories);
-    if (document.querySelector("[data-view=training]").hidden) tellAbout(); // a training may have begun
     current?.changed?.(told);
   };
   events.onerror = () => {
@@ -144,7 +132,7 @@ async function tellBundle() {
 
 const KEYS = [
   ["/", "filter, or find in messages"], ["arrows", "next and previous row, token, point or line of the outline"],
-  ["j, k", "next and previous row of the table, or trajectory of the list"], ["n, p", "next and previous failure of the list: outcome 0.5 or lower, or unknown; step of a training"],
+  ["j, k", "next and previous row of the table, or trajectory of the list"], ["n, p", "next and previous failure of the list: outcome 0.5 or lower, or unknown"],
   ["s", "play or stop an episode"], [", .", "previous and next step of an episode"],
   ["Page Up, Page Down, Home, End", "move in the table"], ["Enter", "open"], ["?", "these keys"], ["Escape", "close this"],
 ];
@@ -177,7 +165,11 @@ window.addEventListener("hashchange", async () => {
   await show();
   if (document.activeElement === document.body) main.focus({ preventScroll: true }); // what had it is gone
 });
-tellAbout();
+ask("about").then(({ path }) => {
+  fill(document.getElementById("path"), path);
+  store = path.split("/").filter(Boolean).at(-1) ?? path;
+  entitle();
+}, () => {}); // the view says what is wrong
 if (isBundle) tellBundle().catch(() => {}); // the view says it
 else follow();
 show();

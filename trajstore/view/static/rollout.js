@@ -54,16 +54,16 @@ function toolOf(tool) {
 
 /**
  * Shows a rollout. `hrefOf` returns the address of one of its tokens; `calls`, if the tree of its session is shown already,
- * marks a call there (see showSession). `late` and `trained` are sections that are shown once they are not hidden.
+ * marks a call there (see showSession). `late` is a section that is shown once it is not hidden.
  */
-export function showRollout(place, told, { parameters, keep, signal, id, hrefOf = (token) => `#/trajectory/${id}?token=${token}`, calls = null, late = null, trained = null }) {
+export function showRollout(place, told, { parameters, keep, signal, id, hrefOf = (token) => `#/trajectory/${id}?token=${token}`, calls = null, late = null }) {
   const part = (name, label) => make("section", { class: name, "aria-label": label });
   const conversation = part("conversation", "Conversation"), tokens = part("tokens", "Tokens");
   const { tools } = toolsIn(told.metadata);
   const reward = make("div", {}), metadata = part("metadata", "Metadata");
   const sides = new Map([["tokens", ["Tokens", told.tokens === null ? null : tokens]],
     ["tools", [`Tools ${count(tools.length)}`, tools.length ? fill(part("tools", "Tools"), tools.map(toolOf)) : null]],
-    ["scores", ["Scores", fill(part("scores", "Scores"), reward, late)]], ["metadata", ["Metadata", metadata]], ["training", ["Training", trained]]]);
+    ["scores", ["Scores", fill(part("scores", "Scores"), reward, late)]], ["metadata", ["Metadata", metadata]]]);
   for (const [name, [, element]] of [...sides]) if (!element) sides.delete(name);
   const side = make("div", { class: "side" }, [...sides].map(([, [, element]]) => element));
   const both = make("div", { class: "both" }, conversation, side);
@@ -93,11 +93,10 @@ export function showRollout(place, told, { parameters, keep, signal, id, hrefOf 
   function showTabs() {
     tab("scores").hidden = !reward.childElementCount && (late?.hidden ?? true);
     tab("metadata").hidden = !metadata.childElementCount;
-    if (trained) tab("training").hidden = trained.hidden;
     tabs.hidden = [...tabs.children].every((one) => one.hidden || one.dataset.show === "conversation");
   }
   const watching = new MutationObserver(showTabs);
-  for (const section of [late, trained]) if (section) watching.observe(section, { attributeFilter: ["hidden"] });
+  if (late) watching.observe(late, { attributeFilter: ["hidden"] });
   tell(told);
 
   const session = told.session && !calls ? make("section", { class: "of-session", "aria-label": "Session" }) : null;

@@ -8,7 +8,6 @@ import { showBlock } from "./block.js";
 import { showLate } from "./late.js";
 import { showRollout } from "./rollout.js";
 import { orderText, titlesOf } from "./table.js";
-import { showTrained } from "./training.js";
 import { asText, roundedOf } from "./values.js";
 
 const MOST_SCALARS = 6, LONGEST = 40, LONGEST_ERROR = 200; // values of metadata among the facts, and characters of each
@@ -21,7 +20,6 @@ export async function show(main, { of: id, parameters, keep, signal }) {
   const facts = make("dl", { class: "facts" }), scalars = make("dl", { class: "facts", hidden: true });
   const name = make("span", { class: "id" }, id);
   const late = make("section", { class: "late", "aria-label": "Late values", hidden: true });
-  const trained = make("section", { class: "trained", "aria-label": "Training", hidden: true });
   const place = make("div", { class: "body" });
   const neighbours = make("nav", { class: "neighbours", "aria-label": "Neighbours" });
   fill(main, make("div", { class: "bar" }, make("h1", {}, "Trajectory ", name), neighbours), facts, scalars, place);
@@ -50,10 +48,9 @@ export async function show(main, { of: id, parameters, keep, signal }) {
     askFacts();
     if (view?.tell) askTrajectory(id, signal).then(view.tell, () => {}); // facts say what is wrong
   } });
-  showTrained(trained, id, signal).catch((error) => !signal.aborted && fill(trained, make("p", { class: "refused" }, error.message)));
-  if (isRollout) view = showRollout(place, told, { parameters, keep, signal, id, late, trained });
+  if (isRollout) view = showRollout(place, told, { parameters, keep, signal, id, late });
   else {
-    place.before(late, trained);
+    place.before(late);
     view = showBlock(place, told, { parameters, keep, signal, id });
   }
   return { ...view, changed: (state) => {
