@@ -16,12 +16,13 @@ import torch
 from tests.replay.conftest import build, rollouts, step, view
 from tools.crash.forked import forking
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
-from trainer_hooks.replay.store import Recorded
+from trainer_hooks.replay.store import Recorded, newest_point
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.store.catalog import Catalog
 from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.operations.inspect import inspect
 from trajstore.trajectory import AgentTrajectory
-from trajstore.view.shown import Shown
 
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2)
 
@@ -209,17 +210,17 @@ def test_a_pin_shows_the_pool_as_it_was(tmp_path: Path) -> None:
         manager.hold([])
         store.close()
 
-    def overview(pin: str | None = None) -> dict[str, Any]:
-        with closing(Shown(path, pin=pin)) as shown:
-            assert shown.pool is not None
-            return shown.pool.overview()
+    def document(pin: str | None = None) -> dict[str, Any]:
+        point = newest_point(Catalog.open(LocalDirectory(path)), pin)
+        assert point is not None
+        return point.document
 
     run(0, 12)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
         buffer.points.pin("before")
-    before = overview()
+    before = document()
     run(12, 40)
-    assert overview("before") == before != overview()
+    assert document("before") == before != document()
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
         assert len(buffer.points.saved) == 2, "one for the pin, and the newest"
 
@@ -247,9 +248,6 @@ def test_a_pool_chooses_among_recorded_rollouts(tmp_path: Path) -> None:
         manager.flush()
         again = ExperienceManager(RULES, store=BufferStore(buffer, finding(ids)))
         assert view(again) == before
-        with closing(Shown(tmp_path)) as shown:
-            assert shown.pool is not None
-            assert (len(shown), shown.pool.overview()["histories"]) == (5, 3), "all rollouts are shown"
         report = inspect(tmp_path)
         pool = {name: report["pool"][name] for name in ("trajectories", "tasks", "others", "recorded")}
         assert pool == {"trajectories": 3, "tasks": 2, "others": 2, "recorded": True}

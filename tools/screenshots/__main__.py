@@ -85,13 +85,6 @@ VIEWS = (
         "trajectory/9?environment=1&step=20",
         "document.querySelectorAll('[data-drawn]').length > 8",
     ),
-    View(
-        "pool",
-        "experience_pool",
-        "overview",
-        f"{_CURVES} === 3 && document.querySelector('[data-curve=difficulty] canvas')",
-        1380,
-    ),
 )
 
 

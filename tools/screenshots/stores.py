@@ -8,7 +8,7 @@ import random
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
 
 VERSIONS, SIBLINGS = 16, 8
@@ -53,17 +52,6 @@ def write_rollouts(path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, seed=1) as writer:
         for rollout in _rollouts(path.parent / "tokenizer"):
             writer.add_trajectories([rollout])
-
-
-def write_pool(path: Path) -> None:
-    """Write a pool that the same rollouts have entered, those of a policy version in a step."""
-    store = BufferStore.open(path)
-    manager = ExperienceManager(PoolRules(n_rollout=SIBLINGS), store=store)
-    for step, rollouts in groupby(_rollouts(path.parent / "tokenizer"), lambda rollout: rollout.policy_version):
-        manager.global_steps = int(step or 0)
-        manager.admit(list(rollouts))
-        manager.flush()
-    store.close()
 
 
 def write_sessions(path: Path) -> None:
@@ -268,10 +256,5 @@ def _picture(hand: npt.NDArray[Any], cube: npt.NDArray[Any], mark: npt.NDArray[A
     return picture
 
 
-WRITERS = {
-    "terminal": write_rollouts,
-    "pusher": write_blocks,
-    "experience_pool": write_pool,
-    "sessions": write_sessions,
-}
+WRITERS = {"terminal": write_rollouts, "pusher": write_blocks, "sessions": write_sessions}
 """Writers of the stores by name."""

@@ -217,7 +217,6 @@ class ExperienceManager:
         for task in dict.fromkeys(demonstration.task_id for demonstration in worthy):
             if task in state.entries and task not in state.buckets and task not in state.skip:
                 state.buckets.place(task, 0)
-        state.note_sizes()
         return self.refused - before
 
     # ---- before a step ----

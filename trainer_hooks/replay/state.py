@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -25,15 +25,12 @@ from trainer_hooks.replay.prompts import RowPrompts
 from trainer_hooks.replay.rows import with_usual_columns
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import eligible
-from trainer_hooks.replay.store import RECORDED, PoolRecords, entries_of
+from trainer_hooks.replay.store import PoolRecords, entries_of
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError
 from trajstore.query.engine import pl
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
-
-MOST_STEPS = 200
-"""Number of steps whose tasks per difficulty are kept, for the viewer."""
 
 _VERSION = 3
 
@@ -61,8 +58,6 @@ class PoolState:
     """Number of refused trajectories, by reason."""
     fingerprint: str = ""
     """Tokenizer of the trajectories; empty if unknown."""
-    difficulties: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Tasks per difficulty at the end of each of the newest steps."""
 
     def to_document(self) -> dict[str, Any]:
         """Return everything but the trajectories as plain containers; inverse of :meth:`of_document`."""
@@ -75,7 +70,6 @@ class PoolState:
             "waiting": list(self.waiting),
             "refused": dict(self.refused),
             "tokenizer_fingerprint": self.fingerprint,
-            "difficulties": dict(self.difficulties),
         }
 
     @staticmethod
@@ -96,7 +90,6 @@ class PoolState:
                 global_steps=int(value["global_steps"]),
                 refused=Counter({str(reason): int(count) for reason, count in value["refused"].items()}),
                 fingerprint=str(value["tokenizer_fingerprint"]),
-                difficulties={int(step): _counts(sizes) for step, sizes in value["difficulties"].items()},
             )
         except (AttributeError, KeyError, TypeError, ValueError, ConfigurationError) as error:
             raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
@@ -125,7 +118,6 @@ class PoolState:
             else:
                 self.buckets.place(task, difficulty)
                 self.skip.pop(task, None)
-        self.note_sizes()
 
     def retire(self, outcomes: Mapping[str, TaskOutcome], n_rollout: int) -> list[int]:
         """Put solved tasks into the skip set, and remove failed tasks from it.
@@ -142,14 +134,7 @@ class PoolState:
                 self.set_entries(task, ())
             elif outcome.failed:
                 self.skip.pop(task, None)
-        self.note_sizes()
         return left
-
-    def note_sizes(self) -> None:
-        """Record the tasks per difficulty for this step."""
-        self.difficulties[self.global_steps] = self.buckets.sizes()
-        if len(self.difficulties) > MOST_STEPS:
-            del self.difficulties[next(iter(self.difficulties))]
 
     def open_to(self, outcomes: Mapping[str, TaskOutcome], n_rollout: int) -> dict[str, TaskOutcome]:
         """Return the tasks whose rollouts may enter: unsolved, and either not skipped or with a failure."""
@@ -207,11 +192,6 @@ class PoolState:
             yield from entries
 
 
-def _counts(value: Mapping[Any, Any]) -> dict[int, int]:
-    """Return counts by difficulty; JSON has turned the keys into strings."""
-    return {int(difficulty): int(count) for difficulty, count in value.items()}
-
-
 def warn_of_unreadable(trajectory_id: int, error: Exception, task: str = "") -> None:
     """Warn that a trajectory cannot be read, and name its task if it is known."""
     of_task = f" of task {task!r}" if task else ""
@@ -262,8 +242,6 @@ class Recovered:
     """Ids of trajectories that left the pool and are still stored."""
     unreadable: int
     """Number of damaged trajectories."""
-    among_others: bool = False
-    """Whether the store has all rollouts of the trainer, among which the pool chose."""
 
 
 def recover(store: PoolRecords) -> Recovered:
@@ -284,7 +262,6 @@ def recover(store: PoolRecords) -> Recovered:
     is_changed = store.newest_id() > newest
     there = store.kept([*(number for numbers in listed.values() for number in numbers), *left])
     result = Recovered(state, document["generator"], "" if is_changed else point.name, [], 0)
-    result.among_others = bool(document.get(RECORDED))
     result.garbage = [number for number in left if number in there]
     fingerprint = ""
     for task, numbers in listed.items():
@@ -307,22 +284,16 @@ def recover(store: PoolRecords) -> Recovered:
     return result
 
 
-POOL_FACTS: Mapping[str, str] = {
-    "difficulty": "successes of the task in its newest step; null where it is in no bucket",
-    "pool_entropy": "mean entropy of the history when it entered, in nats; null of a demonstration",
-    "uses": "how often the history was drawn",
-    "demonstration": "whether it is a demonstration, which has no log-probs",
-}
-"""Names and meanings of the facts."""
+def with_pool_facts(facts: pl.DataFrame, state: PoolState) -> pl.DataFrame:
+    """Return the facts of the trajectories in a pool, with the pool's own facts.
 
-
-def with_pool_facts(facts: pl.DataFrame, state: PoolState, *, every: bool = False) -> pl.DataFrame:
-    """Return the facts of the trajectories in a pool, with :data:`POOL_FACTS`.
+    These are ``difficulty`` (successes of the task in its newest step; null where it is in no bucket),
+    ``pool_entropy`` (mean entropy of the history when it entered, in nats; null of a demonstration), ``uses`` (how
+    often it was drawn), and ``demonstration`` (whether it is one, which has no log-probs).
 
     Args:
         facts: of all trajectories in the pool's store.
         state: of the pool.
-        every: keep trajectories outside the pool, whose facts of it are null.
     """
     entries = list(state.all_entries())
     known = pl.DataFrame(
@@ -341,6 +312,5 @@ def with_pool_facts(facts: pl.DataFrame, state: PoolState, *, every: bool = Fals
         },
     )
     others = facts.drop(known.columns[1:], strict=False)
-    how: Literal["left", "inner"] = "left" if every else "inner"
-    joined: pl.DataFrame = others.join(known, on="trajectory_id", how=how, maintain_order="left")
+    joined: pl.DataFrame = others.join(known, on="trajectory_id", maintain_order="left")
     return joined

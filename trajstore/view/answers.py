@@ -16,7 +16,6 @@ from trajstore._core.store.late_values import LateValues, Value
 from trajstore._core.store.notes import Note, Notes
 from trajstore._core.store.run_ids import shown_id
 from trajstore._core.writing.inbox import Waiting
-from trajstore.operations.pools import pool_support
 from trajstore.query import FACTS
 from trajstore.query.engine import pl
 from trajstore.query.texts import METADATA
@@ -38,14 +37,11 @@ def columns_of(table: pl.DataFrame) -> list[Answer]:
 
     ``known`` is true if any value is not null, and for ``kind`` if there are both.
     """
-    support = pool_support()
-    pool_facts = {} if support is None else support.facts
     return [
         {
             "name": name,
             "type": "id" if name == "trajectory_id" else _type(kind),
             "note": FACTS.get(name)
-            or pool_facts.get(name)
             or (f"{name.removeprefix(SCORE)} of the reward's metadata" if name.startswith(SCORE) else "late value"),
             "known": table["kind"].n_unique() > 1 if name == "kind" else table[name].null_count() < len(table),
         }

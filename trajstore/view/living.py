@@ -157,9 +157,9 @@ class Living:
         return any(directory.is_written() for directory in self._directories().values())
 
     def about(self) -> Answer:
-        """Return the path, the available facts, whether there is a pool, and the state."""
-        columns, pool = columns_of(self._shown.query().table()), self._shown.pool is not None
-        return {"path": self.path, "columns": columns, "pool": pool, **told(self.state)}
+        """Return the path, the available facts, and the state."""
+        columns = columns_of(self._shown.query().table())
+        return {"path": self.path, "columns": columns, **told(self.state)}
 
     def keys(self) -> Answer:
         """Return columns of the newest rollouts' metadata, see :func:`trajstore.view.answers.keys_of`."""
@@ -260,13 +260,12 @@ class Living:
         return answer
 
     def overview(self, where: str = "") -> Answer:
-        """Return figures and curves, see :func:`trajstore.view.overview.overview`, and those of the ``pool``.
+        """Return figures and curves, see :func:`trajstore.view.overview.overview`.
 
         Raises:
             ConfigurationError: the condition is invalid; names the position.
         """
-        pool = None if self._shown.pool is None else self._shown.pool.overview()
-        return {**overview(self.table(where)), "pool": pool, "state": self.state.name}
+        return {**overview(self.table(where)), "state": self.state.name}
 
     def table(self, where: str = "") -> pl.DataFrame:
         """Return the facts of the trajectories that match a condition, in the order of their ids.
@@ -285,11 +284,11 @@ class Living:
 
         Args:
             task: name of the task.
-            version: highest policy version of the rollouts, or ``all``; None: the newest (all of a pool's histories).
+            version: highest policy version of the rollouts, or ``all``; None: the newest.
         """
         siblings = self._shown.query().table().filter(pl.col("task") == task)
         known = siblings["version_high"].drop_nulls().unique().sort().to_list()
-        chosen = known[-1] if version is None and known and self._shown.pool is None else version
+        chosen = known[-1] if version is None and known else version
         chosen = None if chosen == "all" else chosen
         siblings = siblings.reverse() if chosen is None else siblings.filter(pl.col("version_high") == chosen)
         return {"task": task, "versions": known, "version": chosen, "rollouts": named_rows(siblings)} | {

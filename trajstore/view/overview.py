@@ -44,7 +44,6 @@ def overview(table: pl.DataFrame) -> Answer:
         "outcome_low": plain(low),
         "outcome_high": plain(high),
         "outcome_n": len(known),
-        "outcomes": [plain(table["outcome"].min()), plain(table["outcome"].max())],
         "unreadable_count": len(table) - int(table["readable"].sum()),
         "without_outcome": agents["outcome"].null_count(),
         "without_version": table["version_high"].null_count(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ from tools.crash.verl.digest import digest
 from tools.crash.verl.layout import CHECKPOINTS, GROUP, beginning_path, cut_path, rollouts_path, step_named_by_tracker
 from tools.crash.verl.training import check_ledger
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.inspection import Records
 from trainer_hooks.replay import PoolRules
+from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of
 from trainer_hooks.replay.late_values import with_training
 from trainer_hooks.replay.state import Recovered, recover
 from trainer_hooks.replay.store import PoolPoint, newest_point
 from trainer_hooks.verl.cuts import MODEL_FOLDER
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+from trajstore._core.files.local import LocalDirectory
 from trajstore._core.store.catalog import Catalog
 from trajstore.errors import TrajstoreError
 from trajstore.operations.verify import verify
@@ -90,16 +91,26 @@ class Found:
     between: bool
 
 
-class _Reader(Records):
+class _Reader:
     """The rollouts of a store whose writer is dead, and its newest pool or that of a point. Nothing is written."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._buffer = TrajectoryReplayBuffer.open(path)
-        super().__init__(self._buffer)
         self.point: str | None = None
 
     def newest_point(self) -> PoolPoint | None:
-        return newest_point(Catalog.open(self._directory()), self.point)
+        return newest_point(Catalog.open(LocalDirectory(self._path)), self.point)
+
+    def newest_id(self) -> int:
+        return max(self.ids(), default=-1)
+
+    def kept(self, ids: Collection[int], /) -> set[int]:
+        return {*ids} & {*self.ids()}
+
+    def entry(self, trajectory_id: int, /) -> tuple[PoolEntry | Refusal, str]:
+        record = self.get(trajectory_id)
+        return entry_of(record, trajectory_id), record.tokenizer_fingerprint
 
     def get(self, number: int, /) -> AgentTrajectory:
         found = self._buffer.get(number)
@@ -250,7 +261,6 @@ def _state_at(rollouts: _Reader, point: str) -> dict[str, Any]:
     rollouts.point = point
     recovered = recover(rollouts)
     document = recovered.state.to_document() | {"generator": recovered.generator, "entries": _ids(recovered)}
-    del document["difficulties"]  # those of a resumed run differ in the step
     state: dict[str, Any] = orjson.loads(orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS))
     return {**state, "point": point}
 

@@ -37,7 +37,7 @@ function numberOf(shown) {
 
 // Conditions to which the page itself links. Others are SQL, which takes a server.
 const CONDITIONS = [
-  [/^(version_high|difficulty|outcome|response|turns|steps) = (\S+)$/, (row, name, value) => row[name] === Number(value)],
+  [/^(version_high|outcome|response|turns|steps) = (\S+)$/, (row, name, value) => row[name] === Number(value)],
   [/^(outcome|response|turns|steps) >= (\S+) and \1 < (\S+)$/, (row, name, least, end) => row[name] !== null && row[name] >= Number(least) && row[name] < Number(end)],
   [/^trajectory_id between '?([\d/]+)'? and '?([\d/]+)'?$/, ({ trajectory_id: id }, first, last) => numberOf(id) >= numberOf(first) && numberOf(id) <= numberOf(last)],
   [/^not readable$/, (row) => row.readable === false],
@@ -80,10 +80,10 @@ function sortedBy({ about, names }, rows, order) {
     .map(([, row]) => row);
 }
 
-function group({ about, rows }, { task, version }) {
+function group({ rows }, { task, version }) {
   const all = rows.filter((row) => row.task === task);
   const versions = [...new Set(all.map((row) => row.version_high))].filter((one) => one !== null).sort((a, b) => a - b);
-  const newest = about.pool ? null : versions.at(-1) ?? null;
+  const newest = versions.at(-1) ?? null;
   const wanted = version === "all" ? null : version === null || version === undefined ? newest : Number(version);
   return { task, versions, version: wanted, rollouts: wanted === null ? all.reverse() : all.filter((row) => row.version_high === wanted) };
 }

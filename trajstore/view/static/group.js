@@ -174,8 +174,7 @@ export async function show(main, { parameters, keep, signal }) {
     const element = make("section", { class: "sibling", "aria-label": `rollout ${row.trajectory_id}` },
       make("header", {}, make("a", { class: "id", href: `#/trajectory/${row.trajectory_id}${among}` }, row.trajectory_id), judged, choice),
       make("div", { class: "pairs" }, fact("tokens", row.steps === null ? null : count(row.steps)), fact("response tokens", row.response === null ? null : count(row.response)), fact("turns", row.turns),
-        told.version === null || isPair ? [fact("policy version", row.version_high), fact("versions behind", row.version_high === null ? null : told.versions.at(-1) - row.version_high)] : null,
-        fact("drawn", row.uses ? several(row.uses, "time") : null), row.demonstration ? fact("a demonstration", "") : null),
+        told.version === null || isPair ? [fact("policy version", row.version_high), fact("versions behind", row.version_high === null ? null : told.versions.at(-1) - row.version_high)] : null),
       rollout.error ? make("p", { class: "refused" }, rollout.error) : rollout.tokens === null ? null : strip, isVersus ? make("details", {}, make("summary", {}, "Messages"), said) : said);
     return { id: row.trajectory_id, rollout, columns: rollout.error ? [] : columnsOf(rollout), strip, said, judged, element };
   }

@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { conditionField } from "./condition.js";
 import { axes, scalesOf, shapeOf, slider, styleOf } from "./curve.js";
-import { fill, keepingFocus, keyOf, make } from "./dom.js";
+import { fill, keepingFocus, make } from "./dom.js";
 import { showOpen } from "./open.js";
 import { ZONE, count, moment, several, short, size, tick, time } from "./numbers.js";
 
@@ -69,10 +69,9 @@ export async function show(main, { parameters, keep, signal }) {
   const lacking = make("ul", { class: "lacking" });
   const curves = make("div", { class: "curves" });
   const help = make("p", { class: "note", hidden: true });
-  const pool = make("section", { class: "by-task", "aria-label": "Pool" });
   const tasks = make("section", { class: "by-task", "aria-label": "Tasks" });
   const open = make("section", { class: "open", "aria-label": "Open sessions" });
-  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, figures, lacking, open, curves, help, pool, tasks);
+  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, figures, lacking, open, curves, help, tasks);
 
   async function start() {
     fill(refused);
@@ -87,9 +86,8 @@ export async function show(main, { parameters, keep, signal }) {
     }
   }
 
-  const hasTimes = () => told.by_time.x.length > 0 || told.trajectories === 0; // a pool's files have none
+  const hasTimes = () => told.by_time.x.length > 0 || told.trajectories === 0; // RLinf's directories have none
   const isOver = () => (!hasTimes() ? "version" : over ?? (told.by_version.x.length > 1 ? "version" : "time"));
-  const isSaid = () => told.pool && told.outcomes[0] === 1 && told.outcomes[1] === 1; // in a sentence, not a curve
 
   const within = (condition) => (told.where ? `(${told.where}) and ${condition}` : condition);
 
@@ -98,7 +96,7 @@ export async function show(main, { parameters, keep, signal }) {
     for (const button of axis.querySelectorAll("button")) button.setAttribute("aria-pressed", button.dataset.over === isOver() ? "true" : "false");
     const pairs = [
       ["trajectories", count(told.trajectories)],
-      ["mean outcome", told.outcome === null || isSaid() ? null : meanOf(told.outcome, told.outcome_low, told.outcome_high, told.outcome_n === told.trajectories ? null : told.outcome_n)],
+      ["mean outcome", told.outcome === null ? null : meanOf(told.outcome, told.outcome_low, told.outcome_high, told.outcome_n === told.trajectories ? null : told.outcome_n)],
       ["tasks", told.tasks ? count(told.tasks) : null],
       ["policy versions", told.by_version.x.length ? [...new Set([told.by_version.x[0], told.by_version.x.at(-1)])].map(short).join(" to ") : null],
       ["samples (steps × environments)", told.agents < told.trajectories ? count(told.samples) : null],
@@ -109,23 +107,18 @@ export async function show(main, { parameters, keep, signal }) {
     const say = (number, noun, text, where) => (number ? make("li", {}, make("a", { href: linkTo(within(where)), "data-focus": where }, several(number, ...noun)), ` ${text}`) : null);
     const all = ["trajectory", "trajectories"];
     fill(lacking, ...[
-      told.pool && told.outcomes[0] !== null ? make("li", { class: "quiet" }, isSaid()
-        ? "A pool keeps rollouts that succeeded: the outcome of all of these is 1."
-        : `A pool keeps rollouts with a high outcome: from ${short(told.outcomes[0])} to ${short(told.outcomes[1])}.`) : null,
       say(told.unreadable_count, all, "unreadable, with unknown facts (see trajstore verify)", "not readable"),
       say(told.without_outcome, ["rollout"], "without an outcome", "kind = 'agent' and outcome is null"),
       told.by_version.x.length > 0 && say(told.without_version, all, "without a policy version, in no curve over versions", "version_high is null")].flat());
     draw();
-    if (told.pool) drawPool(told.pool);
-    fill(tasks, told.by_task.length ? [make("h2", {}, isSaid() ? "Tasks" : "Tasks by mean outcome, lowest first"), ...told.by_task.map(taskRow)] : []);
+    fill(tasks, told.by_task.length ? [make("h2", {}, "Tasks by mean outcome, lowest first"), ...told.by_task.map(taskRow)] : []);
   }
 
-  const taskRow = (row) => {
-    const outcome = isSaid() ? null : row.outcome;
+  const taskRow = ({ task, outcome, count: number }) => {
     const bar = make("span", { class: outcome === null ? null : "bar-of" });
     if (outcome !== null) bar.style.setProperty("--share", Math.max(0, Math.min(1, Number(outcome))));
-    return make("a", { class: "task", "data-focus": `task ${row.task}`, href: `#/group?${new URLSearchParams({ task: row.task })}` }, make("span", { class: "of" }, row.task),
-      bar, make("span", { class: "number" }, outcome === null ? "" : short(outcome)), make("span", { class: "number quiet" }, several(row.count, "rollout")));
+    return make("a", { class: "task", "data-focus": `task ${task}`, href: `#/group?${new URLSearchParams({ task })}` }, make("span", { class: "of" }, task),
+      bar, make("span", { class: "number" }, outcome === null ? "" : short(outcome)), make("span", { class: "number quiet" }, several(number, "rollout")));
   };
 
   const known = (name, data) => data[name].some((value) => value !== null);
@@ -134,10 +127,10 @@ export async function show(main, { parameters, keep, signal }) {
     for (const plot of plots.values()) plot.destroy();
     plots.clear();
     const data = isOver() === "version" ? told.by_version : told.by_time;
-    const kept = CURVES.filter(({ name }) => known(name, data) && !(name === "outcome" && isSaid()));
+    const kept = CURVES.filter(({ name }) => known(name, data));
     fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : told.where ? "No trajectory matches the filter." : "No trajectories yet: they appear here once they are committed."),
       kept.map(figureOf),
-      Object.entries(HISTOGRAMS).filter(([name]) => told.histograms[name] && !(name === "outcome" && isSaid())).map(histogram));
+      Object.entries(HISTOGRAMS).filter(([name]) => told.histograms[name]).map(histogram));
     help.hidden = !kept.length;
     fill(help, "Bands, and the numbers in brackets: 95 % interval of the mean, if the n trajectories are independent. Of outcomes that are 0 or 1 it is Wilson's interval of a proportion, otherwise the mean ± 1.96 standard errors. ",
       isOver() === "time" ? "The time is divided into 60 equal intervals, with a point for each that has trajectories. " : null, "Point at a curve for its values; click a point or a bar to see its trajectories.");
@@ -225,36 +218,6 @@ export async function show(main, { parameters, keep, signal }) {
     const placeOf = (at) => (isVersion ? `policy version ${at}` : momentOf(at));
     slider(plot, values, { real, name, title, chosen, said: (at) => `${placeOf(at)}: ${said(x.indexOf(at)) || "unknown"}`, open });
     plots.set(name, plot);
-  }
-
-  /** Shows a pool's tasks by difficulty, now and over the steps in its journal or files. */
-  function drawPool({ histories, tasks: held, demonstrations, skipped, difficulties, steps, by_step: counts }) {
-    const most = Math.max(1, ...difficulties.map(([, number]) => number));
-    const [begin, end] = styleOf("--dark") === "1" ? [[0.56, 270], [0.93, 75]] : [[0.66, 75], [0.3, 270]]; // lightness, hue: 3:1 or more on the ground
-    const shades = difficulties.map((_, at) => {
-      const [lightness, hue] = begin.map((from, part) => from + ((end[part] - from) * at) / Math.max(1, difficulties.length - 1));
-      return `oklch(${lightness.toFixed(3)} 0.11 ${hue.toFixed(0)})`;
-    });
-    const named = (difficulty) => `${difficulty} ${difficulty === 1 ? "success" : "successes"}`;
-    const rows = difficulties.map(([difficulty, number], at) => {
-      const bar = make("span", { class: "bar-of" });
-      bar.style.setProperty("--share", number / most);
-      if (steps.length > 1) bar.style.setProperty("--accent", shades[at]);
-      return make(number ? "a" : "span", { class: "task of-pool", "data-focus": number ? `difficulty ${difficulty}` : null, href: number ? linkTo(`difficulty = ${difficulty}`) : null },
-        make("span", { class: "of" }, named(difficulty)), bar, make("span", { class: "number" }, several(number, "task")));
-    });
-    const figure = make("figure", { "data-curve": "difficulty", role: "img", "aria-label": `Number of tasks with N successes, by training step, ${steps[0]} to ${steps.at(-1)}` }, make("figcaption", {}, "Number of tasks with N successes, by training step", make("span", { class: "of" }, "stacked: the top line is the number of tasks")));
-    fill(pool, make("h2", {}, "Successes per task"), make("p", { class: "note" },
-      `${several(histories, "rollout")}${demonstrations ? ` (${several(demonstrations, "demonstration")} among them)` : ""} of ${several(held, "task")}`,
-      skipped ? `; ${count(skipped)} more ${skipped === 1 ? "task is" : "tasks are"} solved and no longer kept` : null, ". Successes are counted among the n_rollout rollouts of a task's newest step."), rows, steps.length > 1 ? make("div", { class: "curves" }, figure) : null);
-    if (steps.length < 2) return;
-    const lines = difficulties.map(([difficulty], at) => [named(difficulty), shades[at], counts[at]]).filter(([, , line]) => line.some(Boolean));
-    const sums = lines.map((_, last) => steps.map((_, at) => lines.slice(0, last + 1).reduce((sum, [, , line]) => sum + line[at], 0)));
-    plots.set("difficulty", new uPlot({
-      ...shapeOf(figure), legend: { show: false }, scales: { x: { time: false }, y: { range: (_, __, high) => [0, high * 1.08] } }, axes: axes("training step", { whole: true }),
-      series: [{}, ...lines.map(([, fill]) => ({ fill, stroke: styleOf("--card"), width: 1, points: { show: false } })).reverse()], // the lower ones are drawn over the higher
-    }, [steps, ...sums.reverse()], figure));
-    figure.append(keyOf(lines));
   }
 
   const again = () => told && keepingFocus(main, lay);

@@ -9,7 +9,7 @@ import { ZONE, count, several, short, time } from "./numbers.js";
 const ROW = 34; // height of a row, as in style.css
 const PAGE = 100; // rows asked for at a time
 const MOST_HIGH = 12_000_000; // pixels; browsers have a limit, beyond which the bar is scaled
-const PREFERRED = ["trajectory_id", "task", "kind", "outcome", "difficulty", "pool_entropy", "uses", "demonstration", "turns", "steps", "batch", "response", "version_high", "committed"];
+const PREFERRED = ["trajectory_id", "task", "kind", "outcome", "turns", "steps", "batch", "response", "version_high", "committed"];
 const TITLES = {
   trajectory_id: "id", version_high: "policy version", version_low: "lowest policy version", response: "response tokens", batch: "environments",
   committed: `committed, ${ZONE}`, model_weights_id: "weights id",
@@ -47,9 +47,7 @@ function shownValue(column, value) {
 
 export async function show(main, { parameters, keep, signal }) {
   fill(main, make("p", { class: "nothing" }, "Reading facts …"));
-  const about = await ask("about", {}, signal);
-  const { pool } = about;
-  let { columns } = about, keys = [];
+  let { columns } = await ask("about", {}, signal), keys = [];
   const isKey = (name) => name.startsWith("metadata.");
   const isKnown = (name) => columns.some((column) => column.name === name && column.known);
   const title = (name) => titlesOf(columns)(name);
@@ -251,7 +249,7 @@ export async function show(main, { parameters, keep, signal }) {
   const linkTo = (id) => `#/trajectory/${id}${amongOf(question.where, question.order)}`;
 
   function groupOf(task, { version_high: version }) {
-    return `#/group?${new URLSearchParams(version === null || pool ? { task } : { task, version })}`;
+    return `#/group?${new URLSearchParams(version === null ? { task } : { task, version })}`;
   }
 
   function bringIn() {

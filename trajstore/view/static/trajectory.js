@@ -13,7 +13,7 @@ import { asText, roundedOf } from "./values.js";
 const MOST_SCALARS = 6, LONGEST = 40, LONGEST_ERROR = 200; // values of metadata among the facts, and characters of each
 
 const SHOWN = [
-  "outcome", "success_rate", "difficulty", "pool_entropy", "uses", "turns", "steps", "batch", "response", "version_high", "committed", "model_weights_id", "data_id", "rollout_id",
+  "outcome", "success_rate", "turns", "steps", "batch", "response", "version_high", "committed", "model_weights_id", "data_id", "rollout_id",
 ];
 
 export async function show(main, { of: id, parameters, keep, signal }) {
@@ -86,7 +86,7 @@ function tell(facts, told, late) {
   const titleOf = titlesOf([{ name: "batch", known: told.batch !== null }]);
   const add = (name, ...value) => pairs.push(make("div", {}, make("dt", {}, name), make("dd", {}, ...value)));
   if (told.task !== null) {
-    const group = new URLSearchParams(told.version_high === null || "pool_entropy" in told ? { task: told.task } : { task: told.task, version: told.version_high });
+    const group = new URLSearchParams(told.version_high === null ? { task: told.task } : { task: told.task, version: told.version_high });
     add("task", make("a", { href: `#/group?${group}`, title: "All rollouts of this task" }, told.task), told.kind === "agent" ? [" ", make("a", { class: "compare", href: `#/group?${new URLSearchParams({ task: told.task, version: "all", pair: told.trajectory_id })}`, title: "Choose another rollout of the task beside this one" }, "compare")] : null);
   }
   for (const name of [...SHOWN, ...Object.keys(told).filter((name) => name.startsWith("reward_"))]) {
@@ -101,7 +101,6 @@ function tell(facts, told, late) {
     const value = told[name] ?? null;
     if (value !== null) add(name, short(typeof value === "string" && value.length > 40 ? `${value.slice(0, 40)}…` : value));
   }
-  if ("demonstration" in told) add("demonstration", told.demonstration ? "yes" : "no");
   if (told.terminated !== null) add("terminated", told.terminated ? "yes" : "no");
   add("size", make("span", { title: `${count(told.bytes)} bytes` }, size(told.bytes)));
   fill(facts, pairs);
