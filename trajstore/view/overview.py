@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
-
-import numpy as np
 
 from trajstore._core.store.run_ids import compared_id
 from trajstore.query.engine import pl
@@ -15,9 +12,6 @@ SPANS = 60
 """Number of equal intervals of curves over time."""
 
 _MOST_TASKS = 200
-
-_BARS = 10
-"""Maximum number of different values that have a bar each in a histogram; others are in about as many intervals."""
 
 _RATES = ("outcome", "success_rate")
 """Facts that may be proportions: if all values are 0 or 1."""
@@ -52,31 +46,7 @@ def overview(table: pl.DataFrame) -> Answer:
         "by_version": _curves(_over(table, "version")),
         "by_time": _curves(_over(table, "time")),
         "by_task": _tasks(table),
-        "histograms": {
-            "outcome": _histogram(table["outcome"]),
-            "response": _histogram(table["response"]),
-            "turns": _histogram(table["turns"]),
-            "steps": _histogram(table.filter(pl.col("kind") == "step")["steps"]),
-        },
     }
-
-
-def _histogram(values: pl.Series) -> Answer | None:
-    """Return counts by value or by interval, ``{"values" or "edges", "counts"}``; None if all are equal."""
-    numbers = values.drop_nulls().cast(float).to_numpy()
-    numbers = numbers[np.isfinite(numbers)]
-    distinct, counts = np.unique(numbers, return_counts=True)
-    if len(distinct) < 2:
-        return None
-    if len(distinct) <= _BARS:
-        return {"values": distinct.tolist(), "counts": counts.tolist()}
-    least, most = float(distinct[0]), float(distinct[-1])
-    size = 10.0 ** math.floor(math.log10((most - least) / _BARS))
-    width = next(size * times for times in (1, 2, 5, 10) if size * times * _BARS >= most - least)
-    first, last = math.floor(least / width), math.floor(most / width) + 1
-    edges = [float(f"{at * width:.12g}") for at in range(first, last + 1)]
-    places = np.searchsorted(edges, numbers, side="right") - 1  # as the conditions of the bars have it
-    return {"edges": edges, "counts": np.bincount(places, minlength=len(edges) - 1).tolist()}
 
 
 def interval(mean: Any, count: Any, error: Any, is_binary: bool) -> tuple[Any, Any]:

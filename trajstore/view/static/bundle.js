@@ -37,8 +37,7 @@ function numberOf(shown) {
 
 // Conditions to which the page itself links. Others are SQL, which takes a server.
 const CONDITIONS = [
-  [/^(version_high|outcome|response|turns|steps) = (\S+)$/, (row, name, value) => row[name] === Number(value)],
-  [/^(outcome|response|turns|steps) >= (\S+) and \1 < (\S+)$/, (row, name, least, end) => row[name] !== null && row[name] >= Number(least) && row[name] < Number(end)],
+  [/^version_high = (\S+)$/, (row, value) => row.version_high === Number(value)],
   [/^trajectory_id between '?([\d/]+)'? and '?([\d/]+)'?$/, ({ trajectory_id: id }, first, last) => numberOf(id) >= numberOf(first) && numberOf(id) <= numberOf(last)],
   [/^not readable$/, (row) => row.readable === false],
   [/^kind = 'agent' and outcome is null$/, (row) => row.kind === "agent" && row.outcome === null],

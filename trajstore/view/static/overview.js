@@ -14,8 +14,6 @@ const CURVES = [
   { name: "turns", title: "Mean turns" },
   { name: "count", title: "Number of trajectories" },
 ];
-const HISTOGRAMS = { outcome: "outcome", response: "response tokens", turns: "turns", steps: "steps of the block" };
-
 /** Returns a mean with the ends of its interval, and n. */
 const meanOf = (mean, low, high, n) => `${short(mean)}${typeof low === "number" ? ` (${[low, high].map(tick).join(" to ")})` : ""}${n === null ? "" : `, n = ${count(n)}`}`;
 
@@ -129,28 +127,11 @@ export async function show(main, { parameters, keep, signal }) {
     const data = isOver() === "version" ? told.by_version : told.by_time;
     const kept = CURVES.filter(({ name }) => known(name, data));
     fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : told.where ? "No trajectory matches the filter." : "No trajectories yet: they appear here once they are committed."),
-      kept.map(figureOf),
-      Object.entries(HISTOGRAMS).filter(([name]) => told.histograms[name]).map(histogram));
+      kept.map(figureOf));
     help.hidden = !kept.length;
     fill(help, "Bands, and the numbers in brackets: 95 % interval of the mean, if the n trajectories are independent. Of outcomes that are 0 or 1 it is Wilson's interval of a proportion, otherwise the mean ± 1.96 standard errors. ",
-      isOver() === "time" ? "The time is divided into 60 equal intervals, with a point for each that has trajectories. " : null, "Point at a curve for its values; click a point or a bar to see its trajectories.");
+      isOver() === "time" ? "The time is divided into 60 equal intervals, with a point for each that has trajectories. " : null, "Point at a curve for its values; click a point to see its trajectories.");
     for (const curve of kept) drawCurve(curve, data);
-  }
-
-  /** Returns how many trajectories have which value, as bars that lead to them. */
-  function histogram([name, title]) {
-    const { values, edges, counts } = told.histograms[name];
-    const most = Math.max(...counts);
-    const bars = counts.map((number, at) => {
-      const [condition, said] = values ? [`${name} = ${values[at]}`, short(values[at])]
-        : [`${name} >= ${edges[at]} and ${name} < ${edges[at + 1]}`, `${short(edges[at])} to below ${short(edges[at + 1])}`];
-      const level = make("span", { class: "level" });
-      level.style.setProperty("--share", number / most);
-      return make(number ? "a" : "span", { class: "column", href: number ? linkTo(within(condition)) : null, "data-focus": number ? `${name} ${at}` : null,
-        title: `${said}: ${several(number, "trajectory", "trajectories")}` }, make("span", { class: "many" }, number ? count(number) : ""), level, make("span", { class: "at" }, values ? tick(values[at]) : `≥ ${tick(edges[at])}`));
-    });
-    return make("figure", { "data-histogram": name, "aria-label": `Number of trajectories by ${title}` }, make("figcaption", {}, `Trajectories by ${title}`),
-      make("div", { class: "histogram" }, bars));
   }
 
   const figureOf = ({ name, title }) => make("figure", { "data-curve": name, "aria-label": `${title} over ${isOver() === "version" ? "policy versions" : "time"}` },
