@@ -16,7 +16,6 @@ from typing import Any
 
 from trajstore.view.living import Living
 from trajstore.view.server import listening, server_of
-from trajstore.view.shown import Shown
 
 PATIENCE = 600
 """Seconds that a loaded machine may take."""
@@ -84,7 +83,7 @@ class Command:
 @contextmanager
 def serving(path: Path, token: str | None = None, *, pin: str | None = None) -> Iterator[str]:
     """Serve a directory from a thread; yield the address."""
-    with listening("127.0.0.1", 0) as (listener, _, address), closing(Living(Shown(path, pin=pin))) as living:
+    with listening("127.0.0.1", 0) as (listener, _, address), closing(Living(path, pin=pin)) as living:
         server = server_of(living, token)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

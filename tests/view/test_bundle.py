@@ -28,7 +28,6 @@ from trajstore import Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.view import bundle
 from trajstore.view.living import Living
-from trajstore.view.shown import Shown
 
 Serve = Callable[[Path], str]
 
@@ -187,7 +186,7 @@ def test_damage_is_said_and_hides_nothing_else(
 ) -> None:
     stored(tmp_path / "store", [rollout(number) for number in range(3)], each=True)
     shard = tmp_path / "store" / "shards" / "shard_00000001.pt"
-    with closing(Living(Shown(tmp_path / "store"))) as living:
+    with closing(Living(tmp_path / "store")) as living:
         shard.write_bytes(shard.read_bytes()[:1000])
         done = bundle.write_bundle(living, tmp_path / "out")
     assert list(done.problems) == ["1"], "it came while the bundle was written"
@@ -273,7 +272,7 @@ def write_until_killed(store: Path, target: Path, by: signal.Signals) -> None:
             os.kill(os.getpid(), by)
 
     os.close(2)  # hides Python's traceback of the interrupt
-    bundle.write_bundle(Living(Shown(store)), target, progress=progress)
+    bundle.write_bundle(Living(store), target, progress=progress)
 
 
 def test_a_kill_leaves_the_earlier_bundle_whole(tmp_path: Path) -> None:
@@ -301,7 +300,7 @@ def test_a_bundle_is_of_one_state_while_others_write(tmp_path: Path) -> None:
                 writer.add_trajectories([rollout(9)])
                 writer.flush()
 
-        with closing(Living(Shown(tmp_path / "store"))) as living:
+        with closing(Living(tmp_path / "store")) as living:
             done = bundle.write_bundle(living, tmp_path / "out", progress=meanwhile)
     assert (done.trajectories, done.problems) == (4, {})
     assert len(list((tmp_path / "out" / "data").glob("*.bin"))) == 4

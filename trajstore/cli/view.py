@@ -85,9 +85,8 @@ def _serve(options: Namespace, out: Output) -> int:
 
 def _living(options: Namespace, *, copied: bool = False) -> Living:
     from trajstore.view.living import Living
-    from trajstore.view.shown import Shown
 
-    return Living(Shown(options.path, pin=options.pin, copied=copied), tokenizer=options.tokenizer)
+    return Living(options.path, pin=options.pin, copied=copied, tokenizer=options.tokenizer)
 
 
 COMMAND = Command(

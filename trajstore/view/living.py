@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +30,7 @@ from trajstore.errors import (
     UnknownColumnError,
     counted,
 )
+from trajstore.operations.opening import open_readable
 from trajstore.operations.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.query.engine import pl
 from trajstore.query.relations import RELATIONS
@@ -39,7 +40,6 @@ from trajstore.view.answers import Answer, columns_of, in_order, keys_of, late_v
 from trajstore.view.overview import overview
 from trajstore.view.rollout import Pictures, answer_of, pictures_of
 from trajstore.view.session import OpenSessions, tree_of
-from trajstore.view.shown import Shown
 
 if TYPE_CHECKING:
     from trajstore._core.files.base import Directory
@@ -97,33 +97,40 @@ class Living:
     trajectory may be called by a second thread.
 
     Args:
-        shown: the contents of the page; owned by this object from now on.
+        path: directory or URL of a store, a checkpoint, a run or a directory of RLinf.
+        pin: show the trajectories of this pin; None: the newest.
+        copied: for a bundle: compare the checksums of each shard, and show late values that wait in the inbox.
         tokenizer: folder or name of the tokenizer that decodes tokens. None: the folder that a rollout names.
+
+    Raises:
+        StoreNotFoundError: there is nothing to show.
+        CorruptStoreError, UnsafeContentError, UnsupportedVersionError: nothing is readable.
     """
 
-    def __init__(self, shown: Shown, *, tokenizer: str | Path | None = None) -> None:
-        self._shown = shown
+    def __init__(
+        self, path: str | Path, *, pin: str | None = None, copied: bool = False, tokenizer: str | Path | None = None
+    ) -> None:
+        self.path = str(path)
+        """Display name of the contents."""
+        self._pin = pin
         self._tokenizer = tokenizer
-        self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
+        self._reader, damage = open_readable(path, pin, verify_shards=copied, pending=copied)
+        self._damage = damage and f"A part of the store cannot be shown: {damage}"
         self._pictures = lru_cache(1)(self._pictures_of)  # the page asks for a block's frames in many requests
         self._decoder = lru_cache(None)(self._decoder_of)
         """Of the second thread, as the field above."""
+        self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
+        """Ids by state, condition and order; of the first thread, as the fields below."""
         self._open = OpenSessions()
-        """Of the first thread, as the fields above."""
         self._start, self._number = secrets.token_hex(4), 0
         self._looked = -math.inf
-        """Monotonic time at which the writer locks were read last; of the first thread."""
-        self.state = State(self._name(), len(shown), shown.damage, written=self._is_written())
+        """Monotonic time at which the writer locks were read last."""
+        self.state = State(self._name(), len(self._reader), self._damage, written=self._is_written())
         """The present state; replaced as a whole, so that any thread may read it."""
 
     def close(self) -> None:
-        """Release the resources taken for reading."""
-        self._shown.close()
-
-    @property
-    def path(self) -> str:
-        """Display name of the contents."""
-        return self._shown.path
+        """Release the reader's lease."""
+        self._reader.close()
 
     def _name(self) -> str:
         return f"{self._start}-{self._number}"
@@ -134,22 +141,22 @@ class Living:
         """Show new commits, and return the state."""
         sessions = self.state.sessions
         try:
-            changed = self._shown.refresh()
-            sessions += self._open.refresh(() if self._shown.pin else self._directories().values())
+            changed = self._reader.refresh()
+            sessions += self._open.refresh(() if self._pin else self._directories().values())
             written = self._is_written()
-            trouble = self._shown.damage
+            trouble = self._damage
         except (StoreError, OSError) as error:  # may be temporary while the directory is replaced
             changed, written, trouble = False, False, str(error)
             if trouble != self.state.trouble:
                 logger.warning("%s", trouble)
         if changed or trouble != self.state.trouble:
             self._number += 1
-        self.state = State(self._name(), len(self._shown), trouble, sessions, written)
+        self.state = State(self._name(), len(self._reader), trouble, sessions, written)
         return self.state
 
     def _is_written(self) -> bool:
         """Return whether a writer has the store open; reads its lock, which may be far away, every few seconds."""
-        if self._shown.pin is not None:
+        if self._pin is not None:
             return False
         if time.monotonic() - self._looked < _LOOK_APART:
             return self.state.written
@@ -158,12 +165,12 @@ class Living:
 
     def about(self) -> Answer:
         """Return the path, the available facts, and the state."""
-        columns = columns_of(self._shown.query().table())
+        columns = columns_of(self._reader.query().table())
         return {"path": self.path, "columns": columns, **told(self.state)}
 
     def keys(self) -> Answer:
         """Return columns of the newest rollouts' metadata, see :func:`trajstore.view.answers.keys_of`."""
-        question = self._shown.query()
+        question = self._reader.query()
         rollouts = question.table().filter((pl.col("kind") == "agent") & pl.col("readable"))
         newest = rollouts.sort("committed").tail(_KEYS_FROM)
         if question.scan is None:
@@ -187,9 +194,9 @@ class Living:
             ConfigurationError: an expression is invalid; names its part of the query.
         """
         ids, state = self._ids_of(where, order, state)
-        facts = in_order(self._shown.query().table(), ids[first : first + count])
+        facts = in_order(self._reader.query().table(), ids[first : first + count])
         if keys := keys_in(columns):
-            question = replace(self._shown.query(), facts=lambda: facts)
+            question = replace(self._reader.query(), facts=lambda: facts)
             facts = facts.hstack(question.select(*keys).table())
         rows = named_rows(facts)
         return {"total": len(ids), "first": first, "rows": rows, "state": state}
@@ -220,13 +227,17 @@ class Living:
         return self.body(row)
 
     def _directories(self) -> dict[int, Directory]:
-        return {rank: catalog.directory for rank, catalog in self._shown.catalogs().items()}
+        return {rank: catalog.directory for rank, catalog in self._catalogs().items()}
+
+    def _catalogs(self) -> Mapping[int, Catalog]:
+        """Return the stores' catalogs by rank, which have the late values; RLinf's directories have none."""
+        return self._reader._live.catalogs_by_rank()
 
     def _ids_of(self, where: str, order: Sequence[str], state: str) -> tuple[npt.NDArray[np.int64], str]:
         """Return a query's ids and their state: the requested state if it is cached."""
         key = state, where, tuple(order)
         if key not in self._answers:
-            question = self._shown.query().order_by(*order) if order else self._shown.query()
+            question = self._reader.query().order_by(*order) if order else self._reader.query()
             key = self.state.name, where, tuple(order)
             if key not in self._answers:
                 self._answers[key] = _matching(question, where)
@@ -276,7 +287,7 @@ class Living:
         Raises:
             ConfigurationError: the condition is invalid, with the reason.
         """
-        table = self._shown.query().table()
+        table = self._reader.query().table()
         return table.filter(np.isin(table["trajectory_id"], self._ids_of(where, (), "")[0])) if where else table
 
     def group(self, task: str, version: int | Literal["all"] | None) -> Answer:
@@ -286,7 +297,7 @@ class Living:
             task: name of the task.
             version: highest policy version of the rollouts, or ``all``; None: the newest.
         """
-        siblings = self._shown.query().table().filter(pl.col("task") == task)
+        siblings = self._reader.query().table().filter(pl.col("task") == task)
         known = siblings["version_high"].drop_nulls().unique().sort().to_list()
         chosen = known[-1] if version is None and known else version
         chosen = None if chosen == "all" else chosen
@@ -323,7 +334,7 @@ class Living:
         Raises:
             TrajectoryUnavailableError: it has no row here.
         """
-        table = self._shown.query().table().filter(pl.col("session") == session_id).sort("session_path")
+        table = self._reader.query().table().filter(pl.col("session") == session_id).sort("session_path")
         shown = [shown_id(number) for number in table["trajectory_id"]]
         paths = [
             (path, name) for path, name in zip(table["session_path"], shown, strict=True) if not among or name in among
@@ -346,9 +357,9 @@ class Living:
     def get(self, shown: str) -> AnyTrajectory:
         """Return a trajectory; raises the errors of :meth:`rollout`."""
         try:
-            return self._shown.get(shown)
+            return self._reader.get(shown)
         except TrajectoryUnavailableError as error:
-            if self._shown.damage is None:
+            if self._damage is None:
                 raise
             raise self._none_of(shown) from error
 
@@ -394,7 +405,7 @@ class Living:
             TrajectoryUnavailableError: no such trajectory, or it was evicted.
         """
         number = id_from("trajectory_id", shown)
-        rows = self._shown.query().table().filter(pl.col("trajectory_id") == number)
+        rows = self._reader.query().table().filter(pl.col("trajectory_id") == number)
         if not len(rows):
             raise self._none_of(shown_id(number))
         return {**plain_dict(rows.row(0, named=True)), "trajectory_id": shown_id(number)}
@@ -408,17 +419,17 @@ class Living:
             TrajectoryUnavailableError: no such trajectory, or it was evicted.
         """
         number = id_from("trajectory_id", shown)
-        catalogs = self._shown.catalogs()
-        if not catalogs:  # RLinf's directories have no late values
+        catalogs = self._catalogs()
+        if not catalogs:
             return {**late_values(own_id(number), Notes(), []), "state": self.state.name}
         before = catalogs.get(rank_of_id(number))
         if before is None:
             raise self._none_of(shown)
-        if self._shown.pin is not None:  # with the values that it showed, also of trajectories evicted since
+        if self._pin is not None:  # with the values that it showed, also of trajectories evicted since
             return {**self.notes_shown(shown), "state": self.state.name}
         inbox = Pending(before.directory, set_aside=True)
         self.refresh()  # after reading the inbox, so that no value applied in between is missed
-        catalog = self._shown.catalogs().get(rank_of_id(number))
+        catalog = self._catalogs().get(rank_of_id(number))
         if catalog is None or not self._is_recorded(catalog, number):
             raise self._none_of(shown)
         _, waiting = inbox.foreseen(catalog.store_id, catalog.notes, lambda ids: ())
@@ -427,20 +438,20 @@ class Living:
     def notes_shown(self, shown: str) -> Answer:
         """Return the late values of a trajectory in the visible state, without those in the inbox."""
         number = id_from("trajectory_id", shown)
-        catalog = self._shown.catalogs().get(rank_of_id(number))
+        catalog = self._catalogs().get(rank_of_id(number))
         if catalog is None:
             notes = Notes()
-        elif self._shown.pin is None:
+        elif self._pin is None:
             notes = catalog.notes
         else:
             whole, _ = open_leniently(catalog.directory)
-            notes = whole.values_of(whole.snapshot(self._shown.pin))
+            notes = whole.values_of(whole.snapshot(self._pin))
         return late_values(own_id(number), notes, [])
 
     def _none_of(self, shown: str) -> TrajectoryUnavailableError:
         """Return the error for an id that cannot be shown; names the damage that it is lost in."""
-        damage, number = self._shown.damage, id_from("trajectory_id", shown)
-        catalog = self._shown.catalogs().get(rank_of_id(number))
+        damage, number = self._damage, id_from("trajectory_id", shown)
+        catalog = self._catalogs().get(rank_of_id(number))
         if damage is None:
             return TrajectoryUnavailableError(f"trajectory {shown}: does not exist, or was evicted")
         if catalog is None or self._is_recorded(catalog, number):
@@ -451,7 +462,7 @@ class Living:
 
     def _is_recorded(self, catalog: Catalog, number: int) -> bool:
         """Return whether a store has a trajectory, readable or not."""
-        if self._shown.shows(number):
+        if self._reader._live.locked(lambda contents: contents.index.find(number) is not None):
             return True
         return open_leniently(catalog.directory)[0].index.find(own_id(number)) is not None
 

@@ -198,8 +198,8 @@ def _texts(request: Request, name: str) -> list[str]:
     return list(request.query_params.getlist(name))
 
 
-def _whole(request: Request, name: str, default: int = 0, least: int = 0) -> int:
-    return _parsed(name, request.query_params.get(name, str(default)), least)
+def _whole(request: Request, name: str, default: int = 0) -> int:
+    return _parsed(name, request.query_params.get(name, str(default)))
 
 
 def _wholes(request: Request, name: str) -> list[int]:
