@@ -51,10 +51,8 @@ class View:
     height: int = 800
 
 
-_CURVES = "document.querySelectorAll('.curves:not(section *) canvas').length"
-
 VIEWS = (
-    View("overview", "terminal", "overview", f"{_CURVES} === 4", 1280),
+    View("overview", "terminal", "overview", "document.querySelectorAll('.curves canvas').length === 4", 1040),
     View(
         "table",
         "terminal",
