@@ -111,18 +111,6 @@ def test_the_page_shows_each_step_of_each_environment(serve: Serve, path: Path, 
     assert get(address, "/api/frames?id=0&name=rewards&step=0")[0] == 400
 
 
-def test_a_bundle_has_each_step_of_each_environment(path: Path, tmp_path: Path) -> None:
-    folder = bundled(path, tmp_path / "out")
-    contents = json.loads((folder / "bundle.json").read_bytes())
-    assert contents["overview"]["samples"] == len(VALID)
-    for number in range(2):
-        (pictures,) = [one for one in contents["pictures"][str(number)] if one["name"] == "curr_obs.image"]
-        for environment in range(BATCH):
-            data = (folder / f"{pictures['place']}-{environment}-0.bin").read_bytes()
-            frames = np.frombuffer(data, np.uint8).reshape(STEPS, -1)
-            assert (frames == [[colour(number, step, environment)] for step in range(STEPS)]).all()
-
-
 PLAY = """
 window.pixels = () => [...document.querySelectorAll('.large')]
   .map((one) => one.getContext('2d').getImageData(2, 1, 1, 1).data[0]).join();

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.stores import another_writer, stored, writer_to
-from tests.support.waiting import freeze, wait_until
+from tests.stores import stored, writer_to
 from tests.view.conftest import Serve
 from tests.view.rollouts import opened, rollout, text_of
 from tests.view.test_server import ask, get
@@ -22,7 +19,7 @@ HOSTILE = "<img src=x onerror='window.stolen = 1'>\x1b[2J \u202egnp.exe\u202c {{
 
 def history_of(address: str, shown: str = "0") -> list[Any]:
     """Return the page's late values."""
-    return [(value["name"], value["value"], value["place"]) for value in ask(address, "notes", id=shown)["values"]]
+    return [(value["name"], value["value"]) for value in ask(address, "notes", id=shown)["values"]]
 
 
 @pytest.fixture
@@ -43,24 +40,6 @@ def test_the_history_has_all_values_and_facts_the_latest(path: Path, serve: Serv
     assert (notes["tag"], notes["reward_judge"]) == ("late value", "judge of the reward's metadata")
 
 
-def test_a_value_that_waits_for_the_writer_is_shown_as_waiting(path: Path, serve: Serve) -> None:
-    address = serve(path)
-    with another_writer(path) as writer:
-        freeze(writer)
-        annotate(path, 0, {"judge": 0.5})
-        (first,) = (path / "inbox").iterdir()
-        first.rename(path / "first")  # as if another arrived at the same moment
-        annotate(path, 0, {"judge": "x"})
-        (path / "first").rename(first)
-        assert history_of(address) == [("judge", 0.5, "inbox"), ("judge", "x", "refused")]
-        assert history_of(address, "1") == []
-        os.kill(writer, signal.SIGCONT)
-        wait_until(lambda: not first.exists() and history_of(address)[0][2] != "inbox")
-        assert history_of(address) == [("judge", 0.5, "store"), ("judge", "x", "refused")]
-        (_, refused) = ask(address, "notes", id="0")["values"]
-        assert "a text, but the values of this name are numbers here" in refused["why"]
-
-
 def test_a_run_and_a_pin(tmp_path: Path, serve: Serve) -> None:
     for rank in range(2):
         with writer_to(tmp_path / "run" / f"rank_{rank}") as writer:
@@ -69,7 +48,7 @@ def test_a_run_and_a_pin(tmp_path: Path, serve: Serve) -> None:
             writer.evict([0])
     run = serve(tmp_path / "run")
     annotate(tmp_path / "run", "1/1", {"judge": 0.5})
-    assert (history_of(run, "1/1"), history_of(run, "0/1")) == ([("judge", 0.5, "store")], [])
+    assert (history_of(run, "1/1"), history_of(run, "0/1")) == ([("judge", 0.5)], [])
     assert get(run, "/api/notes?id=2/0")[0] == 404
     pinned = serve(tmp_path / "run" / "rank_1", pin="kept")
     assert (history_of(pinned), history_of(pinned, "1")) == ([], []), "0 was evicted; 1 got its value after the pin"

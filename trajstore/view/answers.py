@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,10 +12,8 @@ import numpy.typing as npt
 import orjson
 
 from trajstore._core.columns.facts import SCORE
-from trajstore._core.store.late_values import LateValues, Value
-from trajstore._core.store.notes import Note, Notes
+from trajstore._core.store.notes import Notes
 from trajstore._core.store.run_ids import shown_id
-from trajstore._core.writing.inbox import Waiting
 from trajstore.query import FACTS
 from trajstore.query.engine import pl
 from trajstore.query.texts import METADATA
@@ -116,32 +114,26 @@ MOST_VALUES = 200
 """Maximum number of stored values that are sent; the newest."""
 
 
-def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[Waiting]) -> Answer:
+def late_values(trajectory_id: int, notes: Notes) -> Answer:
     """Return ``{"values", "earlier"}``: values, earliest first, and the number omitted before.
 
-    A value is ``{"name", "value", "who", "time", "place", "latest", "why"}``. The time is in milliseconds since 1970.
-    ``place`` is ``"store"``, ``"inbox"`` (waiting for the writer) or ``"refused"`` (contradicts the store, for the
-    reason ``why``). ``latest`` marks the value in force for its name.
+    A value is ``{"name", "value", "who", "time", "latest"}``. The time is in milliseconds since 1970; ``latest`` marks
+    the value in force for its name.
 
     Args:
         trajectory_id: id of the trajectory in its store.
         notes: late values of the store.
-        waiting: files of the inbox, including those set aside, oldest first.
     """
     history = notes.history(trajectory_id)
-    counts = {note.name: at for at, note in enumerate(history)}
+    newest = {note.name: at for at, note in enumerate(history)}
     values = [
-        _told(note.name, note.value, note, "store") | {"latest": counts[note.name] == at}
+        {
+            "name": note.name,
+            "value": note.value,
+            "who": note.who,
+            "time": note.time // 1000,
+            "latest": newest[note.name] == at,
+        }
         for at, note in enumerate(history)
     ]
-    sent = values[-MOST_VALUES:]
-    for file in waiting:
-        if (given := file.given) is not None and trajectory_id in given.ids:
-            at, place = given.ids.tolist().index(trajectory_id), "refused" if file.why else "inbox"
-            sent += [_told(name, of[at], given, place) | {"why": file.why or None} for name, of in given.values.items()]
-    return {"values": sent, "earlier": max(0, len(values) - MOST_VALUES)}
-
-
-def _told(name: str, value: Value, given: Note | LateValues, place: str) -> Answer:
-    answer = {"name": name, "value": value, "who": given.who, "time": given.time // 1000, "place": place}
-    return answer | {"latest": False, "why": None}
+    return {"values": values[-MOST_VALUES:], "earlier": max(0, len(values) - MOST_VALUES)}

@@ -109,7 +109,7 @@ def write_bundle(
                 done.problems[name] = str(error)
                 continue
             _write(folder, done, f"data/{number}.bin", body)
-            if (given := living.notes_shown(name))["values"]:
+            if (given := living.notes(name))["values"]:
                 late[name] = given
             if drawn:
                 columns = enumerate(drawn.items())

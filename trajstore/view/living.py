@@ -20,7 +20,6 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.notes import Notes
 from trajstore._core.store.run_ids import id_from, own_id, rank_of_id, shown_id
 from trajstore._core.store.salvage import open_leniently
-from trajstore._core.writing.inbox import Pending
 from trajstore.errors import (
     ConfigurationError,
     SchemaMismatchError,
@@ -411,42 +410,25 @@ class Living:
         return {**plain_dict(rows.row(0, named=True)), "trajectory_id": shown_id(number)}
 
     def notes(self, shown: str) -> Answer:
-        """Return the late values of a trajectory, see :func:`trajstore.view.answers.late_values`.
+        """Return the recorded late values of a trajectory, see :func:`trajstore.view.answers.late_values`.
 
-        Called by the thread for many trajectories, because it refreshes.
+        Of a pin, they are those that it showed, also of trajectories evicted since.
 
         Raises:
-            TrajectoryUnavailableError: no such trajectory, or it was evicted.
+            TrajectoryUnavailableError: no store has such an id.
         """
-        number = id_from("trajectory_id", shown)
-        catalogs = self._catalogs()
-        if not catalogs:
-            return {**late_values(own_id(number), Notes(), []), "state": self.state.name}
-        before = catalogs.get(rank_of_id(number))
-        if before is None:
-            raise self._none_of(shown)
-        if self._pin is not None:  # with the values that it showed, also of trajectories evicted since
-            return {**self.notes_shown(shown), "state": self.state.name}
-        inbox = Pending(before.directory, set_aside=True)
-        self.refresh()  # after reading the inbox, so that no value applied in between is missed
-        catalog = self._catalogs().get(rank_of_id(number))
-        if catalog is None or not self._is_recorded(catalog, number):
-            raise self._none_of(shown)
-        _, waiting = inbox.foreseen(catalog.store_id, catalog.notes, lambda ids: ())
-        return {**late_values(own_id(number), catalog.notes, waiting), "state": self.state.name}
-
-    def notes_shown(self, shown: str) -> Answer:
-        """Return the late values of a trajectory in the visible state, without those in the inbox."""
-        number = id_from("trajectory_id", shown)
-        catalog = self._catalogs().get(rank_of_id(number))
-        if catalog is None:
-            notes = Notes()
-        elif self._pin is None:
-            notes = catalog.notes
-        else:
+        number, catalogs = id_from("trajectory_id", shown), self._catalogs()
+        catalog = catalogs.get(rank_of_id(number))
+        if catalog is not None and self._pin is not None:
             whole, _ = open_leniently(catalog.directory)
             notes = whole.values_of(whole.snapshot(self._pin))
-        return late_values(own_id(number), notes, [])
+        elif catalog is not None:
+            notes = catalog.notes
+        elif catalogs:
+            raise self._none_of(shown)
+        else:
+            notes = Notes()
+        return {**late_values(own_id(number), notes), "state": self.state.name}
 
     def _none_of(self, shown: str) -> TrajectoryUnavailableError:
         """Return the error for an id that cannot be shown; names the damage that it is lost in."""

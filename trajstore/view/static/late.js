@@ -4,8 +4,6 @@ import { ask } from "./api.js";
 import { fill, longText, make } from "./dom.js";
 import { ZONE, several, time } from "./numbers.js";
 
-const PLACES = { store: "", inbox: "waits for the writer", refused: "refused by the writer" };
-
 /** Shows the values in a section, unfolded if `isOpen`; `changed` is called when there are others than before. */
 export function showLate(section, { id, signal, isOpen, changed }) {
   const list = make("div", { class: "given" });
@@ -39,12 +37,12 @@ export function showLate(section, { id, signal, isOpen, changed }) {
 }
 
 function tableOf(told) {
-  const row = (one) => make("tr", { class: `${one.place} ${one.latest ? "latest" : ""}` },
+  const row = (one) => make("tr", { class: one.latest ? "latest" : null },
     make("th", { scope: "row" }, one.name),
     make("td", { class: typeof one.value === "number" ? "exact" : /^[^\n]{0,40}$/.test(one.value ?? "") ? null : "text" }, one.value === null ? make("i", {}, "removed") : typeof one.value === "number" ? String(one.value) : longText(String(one.value), {}, 12)),
     make("td", { class: "said", dir: "auto" }, one.who),
     make("td", { class: "quiet" }, time(one.time)),
-    make("td", { class: one.why ? null : "quiet" }, one.place === "store" && !one.latest ? "replaced" : PLACES[one.place], one.why ? `: ${one.why}` : null));
+    make("td", { class: "quiet" }, one.latest ? "" : "replaced"));
   return [
     told.earlier ? make("p", { class: "note" }, `${several(told.earlier, "earlier value")}: see trajstore inspect --trajectory.`) : null,
     make("table", {}, make("caption", { class: "unseen" }, "Late values, the latest first"),
