@@ -46,8 +46,8 @@ def test_a_run_and_a_pin(tmp_path: Path, serve: Serve) -> None:
             writer.add_trajectories([rollout(number) for number in range(2)])
             writer.points.pin("kept")
             writer.evict([0])
-    run = serve(tmp_path / "run")
     annotate(tmp_path / "run", "1/1", {"judge": 0.5})
+    run = serve(tmp_path / "run")
     assert (history_of(run, "1/1"), history_of(run, "0/1")) == ([("judge", 0.5)], [])
     assert get(run, "/api/notes?id=2/0")[0] == 404
     pinned = serve(tmp_path / "run" / "rank_1", pin="kept")
