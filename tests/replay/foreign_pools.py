@@ -77,26 +77,3 @@ def of_conversations(base: Path) -> list[KnownRollout]:
         assert not log_probs
         rollouts.append(KnownRollout(document["task_id"], document["rollout_id"], document["messages"][:2], rows))
     return rollouts
-
-
-def of_messages(folder: Path, tokenizer: Any) -> list[KnownRollout]:
-    """Return the rollouts of a message pool, tokenized part by part with the ChatML template."""
-
-    def tokens(text: str) -> list[int]:
-        made: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return made
-
-    rollouts = []
-    for (task, rollout), record in _pickled(folder).items():
-        ids: list[int] = []
-        mask: list[int] = []
-        starts = []
-        for message in record["steps"]:
-            header = tokens(f"<|im_start|>{message['role']}\n")
-            body, end = tokens(f"{message['content']}<|im_end|>"), tokens("\n")
-            by_model = message["role"] == "assistant"
-            starts += [len(ids)] if by_model else []
-            ids += header + body + end
-            mask += [0] * len(header) + [int(by_model)] * len(body) + [0] * len(end)
-        rollouts.append(KnownRollout(task, rollout, record["steps"][:2], [KnownRow(ids, mask, starts[0], None)]))
-    return rollouts

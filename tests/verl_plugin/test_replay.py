@@ -163,12 +163,9 @@ def test_each_step_is_rebuilt_from_store_and_ledger(
     assert re.search(rf"stored advantages: row {fresh}: stored advantage is 3\.0, the ledger has ", problems)
 
 
-def test_figures_of_replay(replaying: Training) -> None:
+def test_figures_of_replay_have_none_of_the_validation(replaying: Training) -> None:
     assert len(replaying.steps) == STEPS
     check_replay_metrics(replaying.steps)
-
-
-def test_validation_is_left_alone(replaying: Training) -> None:
     assert len(replaying.validations) == 1
     # Exactly the trained rollouts are recorded (counted by check_replay_metrics), none of the validation's.
     assert {int(rollout.task_id.split(":")[1]) for rollout in replaying.rollouts} <= set(range(32))

@@ -184,12 +184,6 @@ def test_tasks_are_found_by_source_and_index(make_dataset: MakeDataset) -> None:
     assert "sums:11" in table
 
 
-def test_the_same_row_twice_is_one_task(make_dataset: MakeDataset) -> None:
-    table = TaskTable(make_dataset([task("one", 1), task("two", 2), task("one", 1)]))
-    assert len(table) == 2
-    assert prompt_of(table, "sums:1") == "one"
-
-
 @pytest.mark.parametrize("index", [7, None])
 def test_two_prompts_that_are_one_task_are_refused(index: int | None, make_dataset: MakeDataset) -> None:
     rows = [task("one", 1), task("two", index), task("three", index)]
