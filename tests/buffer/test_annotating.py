@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.stores import another_writer, damage_indexes, stored, writer_to
-from tests.support.waiting import freeze, wait_until
+from tests.support.waiting import freeze
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore._core.files.local import LocalDirectory
@@ -117,20 +117,6 @@ def beside(target: Callable[..., None], *arguments: object) -> int | None:
     process.start()
     process.join(300)
     return process.exitcode
-
-
-def _annotate_once(path: Path, who: str) -> None:
-    annotate(path, [0, 3], {"score": [1, 2]}, who=who)
-
-
-def test_another_process_annotates_while_the_writer_writes_and_after(path: Path) -> None:
-    with writer_to(path) as writer:
-        assert beside(_annotate_once, path, "beside") == 0
-        wait_until(lambda: bool(values_of(writer, 3)))  # the writer polls on its own
-        assert column(writer, "score") == [1.0, None, None, 2.0]
-    assert beside(_annotate_once, path, "after") == 0
-    assert values_of(path, 0) == [("score", 1.0, "beside"), ("score", 1.0, "after")]
-    assert os.listdir(path / "inbox") == []
 
 
 def test_a_value_is_compared_with_what_waits_for_the_writer(path: Path) -> None:
@@ -426,17 +412,17 @@ def test_a_kill_between_two_calls_of_the_directory_loses_and_doubles_nothing(pat
         assert [note.value for note in notes_of(writer, 0)] == [*values, 3.0]
 
 
-def test_an_object_store_has_an_inbox_too(s3_url: str, s3_options: dict[str, Any]) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=s3_url, storage_options=s3_options) as writer:
+def test_an_object_store_has_an_inbox_too(memory_url: str) -> None:
+    with writer_to(memory_url) as writer:
         writer.add_trajectories([rollout(number) for number in range(2)])
         writer.flush()
-        annotate(s3_url, 0, {"score": 1}, who="beside", storage_options=s3_options)
+        annotate(memory_url, 0, {"score": 1}, who="beside")
         annotate(writer, 1, {"score": 2})  # ordered after the waiting one
         assert [note.who for note in notes_of(writer, 0)] == ["beside"]
-    annotate(s3_url, [0, 1], {"score": 3}, who="after", storage_options=s3_options)
-    with TrajectoryReplayBuffer.open(s3_url, storage_options=s3_options) as reader:
+    annotate(memory_url, [0, 1], {"score": 3}, who="after")
+    with TrajectoryReplayBuffer.open(memory_url) as reader:
         assert column(reader, "score") == [3.0, 3.0]
-    assert [note.value for note in notes_of(s3_url, 0, storage_options=s3_options)] == [1.0, 3.0]
+    assert [note.value for note in notes_of(memory_url, 0)] == [1.0, 3.0]
 
 
 def test_a_clock_before_1970_damages_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,7 @@ def test_forked_workers_sample_whatever_locks_other_threads_hold(tmp_path: Path,
         assert results.get(timeout=600) is True
 
 
-@pytest.mark.parametrize("rounds", [30, pytest.param(500, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("rounds", [12, pytest.param(500, marks=pytest.mark.campaign)])
 def test_threads_and_forked_processes_that_copy_large_batches_get_equal_rows(
     rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,23 +152,23 @@ def test_the_newest_of_a_count_stay_while_it_passes_an_earlier_one(
     tmp_path: Path, reopened: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def opened() -> TrajectoryReplayBuffer:
-        return writer_to(tmp_path, retention=Retention(max_policy_age=20))
+        return writer_to(tmp_path, retention=Retention(max_policy_age=8))
 
     buffer = opened()
-    buffer.add_trajectories([step(1, version) for version in range(100)])
+    buffer.add_trajectories([step(1, version) for version in range(40)])
     buffer.flush()
-    for version in range(130):
-        if reopened and version % 26 == 0:
+    for version in range(52):
+        if reopened and version % 13 == 0:
             buffer.close()
             buffer = opened()
         buffer.add_trajectories([step(1, version)])
         buffer.flush()
         shown = buffer._live.contents.index["version_high"].tolist()
-        new = [*range(max(0, version - 20), version + 1)]
+        new = [*range(max(0, version - 8), version + 1)]
         assert shown[-len(new) :] == new
-        assert shown[: -len(new)] == [*range(max(79, version - 20), 100)]
+        assert shown[: -len(new)] == [*range(max(31, version - 8), 40)]
     buffer.close()
-    assert "version 0 was committed after 99" in caplog.text
+    assert "version 0 was committed after 39" in caplog.text
     assert reopened or caplog.text.count("if versions began again") == 1
 
 

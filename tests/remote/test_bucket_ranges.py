@@ -283,13 +283,22 @@ def test_what_does_not_come_is_an_error_that_names_it(
 # -- whole stores ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def store(s3_url: str, s3_options: dict[str, Any]) -> str:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=s3_url, storage_options=s3_options) as buffer:
+@pytest.fixture(scope="module")
+def store(s3_options: dict[str, Any]) -> str:
+    """Return the URL of a store that no test changes."""
+    return stored_at("s3://bucket-of-ranges/run", s3_options)
+
+
+def stored_at(url: str, options: dict[str, Any]) -> str:
+    """Write a store of three shards; return its URL."""
+    import s3fs
+
+    s3fs.S3FileSystem(**options).makedirs(url.rpartition("/")[0], exist_ok=True)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url, storage_options=options) as buffer:
         for key in range(3):
             buffer.add_trajectories([witness(key, scale=40)])
             buffer.flush()
-    return s3_url
+    return url
 
 
 def reader_of(url: str, options: dict[str, Any]) -> TrajectoryReplayBuffer:
@@ -342,9 +351,9 @@ def test_children_that_are_forked_before_the_first_batch_use_obstore(store: str,
     assert process.exitcode == 0
 
 
-def test_a_shard_that_is_gone_is_said(store: str, s3_options: dict[str, Any]) -> None:
-    directory = RemoteDirectory(store, **s3_options)
-    with reader_of(store, s3_options) as reader:
+def test_a_shard_that_is_gone_is_said(s3_url: str, s3_options: dict[str, Any]) -> None:
+    directory = RemoteDirectory(stored_at(s3_url, s3_options), **s3_options)
+    with reader_of(s3_url, s3_options) as reader:
         directory.remove(directory.names("shards"))
-        with pytest.raises(CorruptStoreError, match=rf"{store}/shards/shard_\d+\.pt: is missing, but .*refresh"):
+        with pytest.raises(CorruptStoreError, match=rf"{s3_url}/shards/shard_\d+\.pt: is missing, but .*refresh"):
             reader.sample(8)

@@ -86,7 +86,7 @@ def session(buffer: TrajectoryReplayBuffer, done: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize(
     ("waiting", "every"),
-    [(True, 8), (False, 8), *(pytest.param(waiting, 1, marks=pytest.mark.campaign) for waiting in (True, False))],
+    [(True, 20), (False, 20), *(pytest.param(waiting, 1, marks=pytest.mark.campaign) for waiting in (True, False))],
 )
 def test_a_mirror_is_a_whole_store_at_every_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: bool, every: int

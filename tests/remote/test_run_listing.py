@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.stores import add_each, keys_of, writer_to
+from tests.stores import add_each, filled, keys_of, writer_to
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.files.base import Directory, version_in
@@ -104,16 +104,16 @@ def test_one_listing_shows_every_change_of_a_run(
             assert idle_costs(reader, requests) == ["ListObjectsV2"]
 
 
-def test_the_ranks_of_a_run_are_opened_at_once(
-    s3_url: str, s3_options: dict[str, Any], writers: list[TrajectoryReplayBuffer]
-) -> None:
+def test_the_ranks_of_a_run_are_opened_at_once(memory_url: str) -> None:
+    for rank in range(RANKS):
+        filled(f"{memory_url}/rank_{rank}", [rank])
     together, open_one = Barrier(RANKS, timeout=60.0), ReadersCatalog.open
 
     def open_together(directory: Directory) -> Catalog:
         together.wait()
         return open_one(directory)
 
-    with patch.object(ReadersCatalog, "open", open_together), Reader.open(s3_url, storage_options=s3_options) as reader:
+    with patch.object(ReadersCatalog, "open", open_together), Reader.open(memory_url) as reader:
         assert shown(reader) == list(range(RANKS))
 
 
