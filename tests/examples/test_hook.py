@@ -14,7 +14,7 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.plan import MixedTasks, PlannedTask
-from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 
 N = 4
@@ -133,17 +133,6 @@ def test_figures_of_the_loss_are_told_and_warned_of(caplog: pytest.LogCaptureFix
     assert metrics["experience_replay/off_effective_sample_size"] == pytest.approx(1.0)
     assert metrics["experience_replay/on_ratio_mean"] == pytest.approx(12.18, abs=0.01)
     assert metrics["experience_replay/seconds/step_done"] > 0
-
-
-def test_state_goes_back_to_where_it_was_taken() -> None:
-    replay, other = hook(), hook()
-    do_step(replay, 1)
-    state = replay.state_dict()
-    then = [do_step(replay, step)[0].non_tensors["rollout_ids"].tolist() for step in (2, 3)]
-    other.load_state_dict(state)
-    assert then == [do_step(other, step)[0].non_tensors["rollout_ids"].tolist() for step in (2, 3)]
-    with pytest.raises(CorruptStoreError):
-        other.load_state_dict({"version": 1})
 
 
 def test_wrong_calls_are_named() -> None:

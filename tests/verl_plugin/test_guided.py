@@ -21,7 +21,7 @@ from .assets import TRAIN_ROWS, Assets, make_tokenizer
 from .guided import GUIDED, MARK, check_guided_rows, check_records, seed_experiences, store_of
 from .runs import GROUP, PROMPTS, TOLERANCE, TWO_WORKERS, Train, comparable, log_probs_of
 
-STEPS = 3
+STEPS = 2
 MAKES = ("+experience_maker.enable_summarizer=true", "+experience_maker.updated_freq=1")
 
 

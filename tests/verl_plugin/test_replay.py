@@ -221,7 +221,7 @@ LONGEST_AGE = 3
 @pytest.mark.parametrize(
     ("mode", "steps"),
     [
-        ("colocate_async_replay", 5),
+        ("colocate_async_replay", 4),
         pytest.param("colocate_async_replay", 16, marks=pytest.mark.campaign),
         pytest.param("sync_replay", 16, marks=pytest.mark.campaign),
     ],

@@ -34,7 +34,7 @@ def test_a_step_on_sessions_is_that_of_a_recount(train: Train, tmp_path: Path, m
         f"actor_rollout_ref.actor.loss_agg_mode={mode}",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loop}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=branches",
-        "trainer.total_training_steps=3",
+        "trainer.total_training_steps=2",
     )
     rollouts = {rollout.rollout_id: rollout for rollout in done.rollouts}
     if mode == "token-mean":

@@ -231,6 +231,3 @@ def test_the_ledger_has_each_step(make_session: MakeSession, tmp_path: Path) -> 
 def test_the_ledger_has_losses_that_are_not_finite() -> None:
     terms = loss_terms({"actor/pg_loss": math.nan, "actor/lr": 0.1, "actor/perf/mfu": 0.5, "critic/score": 1.0})
     assert (sorted(terms), math.isnan(terms["pg_loss"])) == (["lr", "pg_loss"], True)
-
-
-# -- A pool file damaged on disk during training --
