@@ -103,7 +103,7 @@ def test_windows_are_those_of_one_buffer(tmp_path: Path, seed: int) -> None:
     stores.start(1)
     sampler = WeightedSampler()
     seen: set[int] = set()
-    for step in range(30):
+    for step in range(20):
         fresh: list[int] = []
         for _ in range(chance.randrange(4)):
             rank = chance.choice(sorted(stores.there.keys() - stores.away))
@@ -116,7 +116,7 @@ def test_windows_are_those_of_one_buffer(tmp_path: Path, seed: int) -> None:
             stores.away.add(chance.choice(sorted(stores.there.keys() - stores.away)))
         if chance.random() < 0.3 and stores.away:
             stores.start(min(stores.away))  # the node returns
-        if step == 15:
+        if step == 10:
             stores.start(2)  # a new store joins
         stores.look()
         index = stores.index

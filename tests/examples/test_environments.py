@@ -105,7 +105,7 @@ def test_treasure_is_solved_by_the_quest_of_its_generator_and_lost_by_the_other_
         assert play(environment.begin(task), quest[:-1]) == (0.0, False)
         assert play(environment.begin(task), ["look", "dance", "take", *quest[:1]]) == (0.0, True)
         endings, random = set(), Random(0)
-        for _ in range(50):
+        for _ in range(25):
             episode, done, turns = environment.begin(task), False, 0
             view, reply, reward = episode.first_message, "", 0.0
             while not done:

@@ -40,7 +40,7 @@ def test_at_random_every_order_is_as_likely_and_the_seed_decides() -> None:
         manager.seed([build(tokens=t) for t in range(3)])
         return [tuple(drawn(manager, 3)) for _ in range(times)]
 
-    counts = Counter(orders(1, 600))
+    counts = Counter(orders(1, 300))
     assert len(counts) == 6
     assert fits(list(counts.values()), [1] * 6)
     assert orders(7, 20) == orders(7, 20)

@@ -80,7 +80,7 @@ def test_nothing_is_replayed_before_the_start_or_switched_off() -> None:
     assert mix(tasks, 0.35) == ([Task("a")], [Task("c"), Task("d")])
 
 
-@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_a_plan_names_no_task_more_often_than_its_batch(ratio: float) -> None:
     """Trainers look up the plan's tasks in the batch; tasks outside the batch appear once in the plan."""
     for batch in map(list, itertools.product("ABC", repeat=4)):

@@ -276,19 +276,19 @@ def test_a_store_that_evicts_its_oldest_gives_up_trajectories_and_nothing_else()
     class Bounded(LoggedStore):
         def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
             ids = super().add_trajectories(trajectories)
-            self.hide(self.ids()[:-20])
+            self.hide(self.ids()[:-8])
             return ids
 
     store = Bounded()
     manager = ExperienceManager(RULES, store=store)
-    for number in range(30):
+    for number in range(12):
         step(manager, rollouts(f"t{number}", [1.0, 1.0, 0.0]))
         manager.flush()
         again = ExperienceManager(RULES, store=store)
         assert again.difficulty2task_dict == manager.difficulty2task_dict
         assert view(again)["entries"] == view(manager)["entries"]
-    assert len(manager) == 20
-    assert manager.left["unavailable"] == 40
+    assert len(manager) == 8
+    assert manager.left["unavailable"] == 16
 
 
 def test_what_gave_up_its_place_stays_away_whatever_the_rules_are() -> None:
@@ -316,7 +316,7 @@ def test_the_pool_of_every_step_is_found_again(mode: str) -> None:
     store = LoggedStore()
     manager = ExperienceManager(checked, store=store)
     ends = {}
-    for number in range(40):
+    for number in range(25):
         manager.global_steps = number
         if generator.random() < 0.3:
             shown = {"entropy": None, "old_log_probs": None, "metadata": {"demonstration": True}}
