@@ -175,22 +175,20 @@ def test_rows_that_were_read_elsewhere_are_pinned() -> None:
     assert device.pinned == 3
 
 
-def test_a_batch_with_fewer_rows_uses_the_same_memory() -> None:
+@pytest.mark.parametrize(
+    ("batches", "pinned"),
+    [([(4, False), (1, False), (3, False)], 1), ([(4, False), (4, True), (9, True), (9, True)], 3)],
+    ids=["fewer rows", "other columns and more rows"],
+)
+def test_only_other_columns_and_more_rows_get_pinned_memory_of_their_own(
+    batches: list[tuple[int, bool]], pinned: int
+) -> None:
     device = Slow()
     memory = DeviceMemory(device, batches=1)
-    for value, rows in enumerate((4, 1, 3)):
-        batch = memory.read(reader(value, rows), rows).take()
+    for value, (rows, extra) in enumerate(batches):
+        batch = memory.read(reader(value, rows, extra), rows).take()
         assert torch.equal(batch["obs"]["s"], torch.full((rows, 2), float(value)))
-    assert device.pinned == 1
-
-
-def test_other_columns_and_more_rows_get_pinned_memory_of_their_own() -> None:
-    device = Slow()
-    memory = DeviceMemory(device, batches=1)
-    for value, (rows, extra) in enumerate([(4, False), (4, True), (9, True), (9, True)]):
-        batch = memory.read(reader(value, rows, extra), rows)
-        assert torch.equal(batch.take()["obs"]["s"], torch.full((rows, 2), float(value)))
-    assert device.pinned == 3
+    assert device.pinned == pinned
 
 
 def test_uneven_batches_keep_what_is_no_tensor_and_are_pinned_each_time() -> None:

@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
 from tests.trainer_hooks.verl.conftest import Compose
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import GuidanceConfig
-from trainer_hooks.trained import trained_step
 from trainer_hooks.verl.config import OutcomeRule, RecordingConfig, ReplayBlock
 from trainer_hooks.verl.early import check_options
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajstoreError
-from trajstore.ledger import Ledger, read
 
 GRPO = "algorithm.adv_estimator=grpo"
 REPLAY = "exp_manager.experience_replay"
@@ -360,34 +357,3 @@ def test_paths_that_cannot_be_opened_are_refused_before_anything_starts(
             check_options(override_verl([*BASE, mode, *overrides]))
         option = overrides[-1].split("=")[0].removeprefix("+")
         assert option in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-
-
-def test_every_option_is_in_the_ledger_and_a_changed_one_is_named(override_verl: Compose, tmp_path: Path) -> None:
-    reward, actor, rollout = tmp_path / "reward.py", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    changes = {
-        f"{actor}.optim.lr_warmup_steps": 7,
-        f"{actor}.optim.weight_decay": 0.5,
-        f"{actor}.optim.clip_grad": 0.25,
-        f"{actor}.loss_scale_factor": 25,
-        f"{actor}.kl_loss_type": "mse",
-        "algorithm.rollout_correction.rollout_is_threshold": 3.5,
-        f"{rollout}.top_p": 0.5,
-        f"{rollout}.n": 6,
-        "data.max_response_length": 100,
-        "actor_rollout_ref.model.custom_chat_template": "x",
-        "actor_rollout_ref.model.path": "other",
-    }
-    row: dict[str, Any] = {"uids": [0], "task_ids": ["a"], "mask": torch.ones(1, 2), "advantages": torch.ones(1)}
-    row |= {"ratios": None, "versions": [0], "replayed": [False]}
-    for name, overrides in (("one", []), ("other", [f"{option}={value}" for option, value in changes.items()])):
-        reward.write_text(name)
-        config = override_verl([*BASE, f"reward.custom_reward_function.path={reward}", *overrides])
-        recorded = {
-            "verl": OmegaConf.to_container(config, resolve=True),
-            "contents": {**ReplayBlock.from_config(config).contents},
-        }
-        with Ledger(tmp_path / name) as ledger:
-            ledger.record(trained_step(1, **row, config=recorded))
-    one, other = (read(tmp_path / name).steps[1].config for name in ("one", "other"))
-    assert {name: OmegaConf.select(OmegaConf.create(other["verl"]), name) for name in changes} == changes
-    assert one["contents"] != other["contents"]
