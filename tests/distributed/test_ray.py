@@ -268,12 +268,6 @@ def test_rows_of_all_stores_are_asked(
         handle.evict(ids[:2])
         assert sum(len(part) for part in stream) == sum(range(3, 13))
         assert "2 trajectories cannot be read, so the answer lacks tokens: " in caplog.text
-        request = AddRequest(new_key(), [pack(flatten_all([AgentTrajectory(task_id="again")]), Arena(0))[0]])
-        clock = max(ids) + 1
-        for rank in (0, 1):  # as if the first was silent and returned
-            clock = handle._stores.call(rank, "add", request, 1, clock)[0] + 1
-        handle.flush()
-        assert handle.query().where("task = 'again'").count() == 1
         with pytest.raises(ConfigurationError, match="did you mean 'role'"):
             handle.query("messages").where("rol = 'user'").rows()
         stream = handle.query("tokens").stream()

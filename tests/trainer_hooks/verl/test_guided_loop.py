@@ -218,8 +218,8 @@ class Engine:
 
 
 @pytest.mark.parametrize("name", ["single_turn_agent", "tool_agent"])
-def test_the_loops_of_verl(name: str, compose_verl: Compose) -> None:
-    config = compose_verl(["data.max_prompt_length=200"])
+def test_the_loops_of_verl(name: str, override_verl: Compose) -> None:
+    config = override_verl(["data.max_prompt_length=200"])
     offer = Offer(name, (0,), "discard", Insertion(1, TIP), ("4",))
     plain = [dict(item) for item in PLAIN]
 

@@ -205,9 +205,9 @@ def test_rows_whose_experience_was_taken_out_are_marked_and_others_are_not(
     ("mode", "estimator"), [("seq-mean-token-mean", "grpo"), ("seq-mean-token-mean", "rloo"), ("token-mean", "grpo")]
 )
 def test_a_session_of_several_outputs_is_one_sequence_of_the_loss(
-    compose_verl: Any, caplog: pytest.LogCaptureFixture, mode: str, estimator: str, given: bool
+    override_verl: Any, caplog: pytest.LogCaptureFixture, mode: str, estimator: str, given: bool
 ) -> None:
-    config = compose_verl([f"actor_rollout_ref.actor.loss_agg_mode={mode}", f"algorithm.adv_estimator={estimator}"])
+    config = override_verl([f"actor_rollout_ref.actor.loss_agg_mode={mode}", f"algorithm.adv_estimator={estimator}"])
     outputs = [fresh_row("u", 1, response=3 + output, output=output, seed=output) for output in range(3)]
     batch = plane.put([fresh_row("u", 0, response=5), *outputs])
     batch.fields = ["response_mask"]
