@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +69,10 @@ def make_tokenizer() -> Any:
     )
 
 
-def make_assets(
-    folder: Path, seed: int = 0, tokenizer: Any = None, rows: Sequence[Mapping[str, Any]] | None = None
-) -> Assets:
-    """Write model, tokenizer, parquet files and reward into ``folder``; ``seed`` initialises the weights.
+def make_assets(folder: Path) -> Assets:
+    """Write model, tokenizer, parquet files and reward into ``folder``, which need not exist.
 
     The model is a Llama, as verl replaces the tokenizer of other architectures with the published one.
-
-    Args:
-        folder: need not exist.
-        seed: as above.
-        tokenizer: of the model; ``None`` = :func:`make_tokenizer`'s.
-        rows: to train on; ``None`` = ``TRAIN_ROWS`` of the digit task.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -89,7 +80,7 @@ def make_assets(
     from transformers import LlamaConfig, LlamaForCausalLM
 
     assets = Assets(folder / "model", folder / "train.parquet", folder / "val.parquet", folder / "reward.py")
-    tokenizer = tokenizer or make_tokenizer()
+    tokenizer = make_tokenizer()
     tokenizer.save_pretrained(assets.model)
     config = LlamaConfig(
         vocab_size=max(64, len(tokenizer)),
@@ -105,9 +96,9 @@ def make_assets(
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.random.fork_rng(devices=[]):  # transformers initialises with the global generator
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         LlamaForCausalLM(config).to(torch.float32).save_pretrained(assets.model)
-    pq.write_table(pa.Table.from_pylist(list(rows or make_rows(0, TRAIN_ROWS, "train"))), assets.train)
+    pq.write_table(pa.Table.from_pylist(make_rows(0, TRAIN_ROWS, "train")), assets.train)
     pq.write_table(pa.Table.from_pylist(make_rows(TRAIN_ROWS, VAL_ROWS, "val")), assets.val)
     assets.reward.write_text(REWARD, encoding="utf-8")
     return assets

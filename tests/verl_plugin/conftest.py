@@ -60,9 +60,9 @@ def verl_session(witness: Witness) -> Iterator[VerlSession]:
 def train(verl_session: VerlSession, verl_assets: Assets, witness: Witness) -> Train:
     """Return a function that trains."""
 
-    def run(folder: Path, *overrides: str, assets: Assets = verl_assets) -> Training:
+    def run(folder: Path, *overrides: str) -> Training:
         witness.take()
-        metrics = verl_session.run(make_config(assets, folder, overrides)).metrics
+        metrics = verl_session.run(make_config(verl_assets, folder, overrides)).metrics
         steps = [record for record in metrics if "training/global_step" in record]
         return Training(steps, [record for record in metrics if record not in steps], witness.take(), folder)
 

@@ -93,15 +93,15 @@ def recount(
 ) -> Counted:
     """Compare the loss's rows with the store, every loss with its rows, and the logged ages with those of the store.
 
-    A row is an output of a recorded session with the same tokens and exactly the log-probs of the policy that sampled;
-    only demonstrations have none. Fresh rows that waited have those of the step's actor instead. The sessions of a
+    A row is an output of a recorded session with the same tokens and exactly the log-probs of the policy that sampled.
+    Fresh rows that waited have those of the step's actor instead. The sessions of a
     group made by this run share a prompt and are complete. ``exp_mask`` is the response mask for sessions made in
     another group. Advantages are GRPO's over the recorded session scores. Every micro-batch with counted tokens has a
     fresh row, and its loss follows the formula.
 
     Args:
         rows: all of the run.
-        rollouts: the store's trained rollouts, and histories of other programs (with an empty ``uid``).
+        rollouts: the store's trained rollouts.
         group: maximum number of sessions per group.
         separate: each replayed session forms its own group.
         loss: of replayed tokens; ``None`` = the defaults.
@@ -112,7 +112,6 @@ def recount(
     for rollout in rollouts:
         for tokens, output in _outputs(rollout):
             recorded[tokens].append(output)
-    task_of = {rollout.metadata["uid"]: rollout.task_id for rollout in rollouts}
     groups: dict[str, list[tuple[LossRow, Output, bool]]] = defaultdict(list)
     micro_batches: dict[MicroBatch, list[tuple[LossRow, bool]]] = defaultdict(list)
     for row in rows:
@@ -124,10 +123,7 @@ def recount(
             differences["denominators" if row.tokens in recorded else "unknown tokens"] += 1
             continue
         own = [candidate for candidate in match if candidate.rollout.metadata["uid"] == uid and not apart]
-        # Runs with equal initial weights may make the same rollout for tasks of other names.
-        recorded_row = next(
-            (candidate for candidate in own or match if candidate.rollout.task_id == task_of[uid]), match[0]
-        )
+        recorded_row = (own or match)[0]
         replayed = not own
         mask = row.exp_mask[: row.response.numel()]
         wanted_mask = recorded_row.response_mask if replayed else torch.zeros_like(mask)
@@ -180,10 +176,8 @@ def _has_log_probs_of(row: LossRow, output: Output, uid: str, apart: str) -> boo
     """Return whether a row has exactly the sampling policy's log-probs on the model's tokens."""
     if output.rollout.metadata["uid"] == uid and not apart and _has_waited(output.rollout):
         return True
-    if output.log_probs is None:
-        return bool(output.rollout.metadata.get("demonstration"))
     written = row.response_mask.bool()
-    return torch.equal(output.log_probs[written], row.old_log_probs[written])
+    return output.log_probs is not None and torch.equal(output.log_probs[written], row.old_log_probs[written])
 
 
 def _differences_of(
@@ -193,11 +187,7 @@ def _differences_of(
     differences: Counter[str] = Counter()
     sessions = {recorded_row.rollout.rollout_id: (recorded_row.rollout, replayed) for _, recorded_row, replayed in held}
     task, *others = {rollout.task_id for rollout, _ in sessions.values()}
-    asked = {
-        recorded_row.prompt
-        for _, recorded_row, _ in held
-        if not recorded_row.number and recorded_row.rollout.metadata["uid"]
-    }
+    asked = {recorded_row.prompt for _, recorded_row, _ in held if not recorded_row.number}
     rows = sum(recorded_row.count for _, recorded_row, _ in held if not recorded_row.number)
     differences["tasks of a group"] += bool(others)
     differences["prompts of a group"] += len(asked) != 1

@@ -96,7 +96,7 @@ class Training:
 
 
 Train = Callable[..., Training]
-"""Trains with a folder and overrides; ``assets`` replace the session's."""
+"""Trains with a folder and overrides."""
 
 
 def log_probs_of(model: Path, row: LossRow) -> torch.Tensor:

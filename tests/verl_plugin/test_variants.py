@@ -12,7 +12,7 @@ import pytest
 
 from trajstore import AgentTrajectory
 
-from .assets import TRAIN_ROWS, Assets, make_assets, make_rows
+from .assets import TRAIN_ROWS, Assets, make_rows
 from .rebuilt import check_steps
 from .recount import OffPolicyLoss, check_choices, check_loss_rows, mean_entropy
 from .runs import GROUP, REPLAY, Train
@@ -152,22 +152,3 @@ def test_the_loss_sees_what_the_store_and_the_options_say(variant: Variant, trai
             seen, rollouts, count=variant.histories, value=variant.value, least_used_first=variant.in_turns
         )
         assert left or variant.histories > 1
-
-
-def test_histories_of_another_prompt_join_no_group(train: Train, verl_assets: Assets, tmp_path: Path) -> None:
-    """A second run uses the first one's pool on data without row 1, renumbered and reordered."""
-    rows = make_rows(0, TRAIN_ROWS, "train")[:6]
-    kept = enumerate(row for number, row in enumerate(rows) if number != 1)
-    other = [row | {"extra_info": {"index": number, "split": "train"}} for number, row in reversed(list(kept))]
-    further = make_assets(tmp_path / "further", seed=1)  # the same weights would repeat the same rollouts
-    done = []
-    for assets, held in ((verl_assets, rows), (further, other)):
-        data = tmp_path / f"{len(held)}_rows.parquet"
-        pq.write_table(pa.Table.from_pylist(held), data)
-        overrides = (*REPLAY, f"data.train_files={data}", "trainer.total_training_steps=3")
-        done.append(train(tmp_path, *overrides, assets=assets))
-    first, second = done
-    counted = check_loss_rows([*first.rows, *second.rows], second.rollouts, group=lambda task: GROUP)
-    assert counted.replayed_rows == first.sum_of("replayed_rows") + second.sum_of("replayed_rows")
-    assert set(counted.rows_of.values()) == {GROUP}, "fresh rollouts stand where histories were refused"
-    assert first.sum_of("other_prompts") == 0 < second.steps[0]["experience_replay/other_prompts"]
