@@ -12,7 +12,7 @@ import pytest
 
 from trajstore import AgentTrajectory
 
-from .assets import TRAIN_ROWS, Assets, make_rows
+from .assets import TRAIN_ROWS, make_rows
 from .rebuilt import check_steps
 from .recount import OffPolicyLoss, check_choices, check_loss_rows, mean_entropy
 from .runs import GROUP, REPLAY, Train
