@@ -291,10 +291,10 @@ class Client:
             return
         sources = [store, *self.chance.sample(whole, min(len(whole), 2))]
         known = self.model.known()
-        (run := self.folder / f"{path.name}-of").mkdir()
-        for rank, source in enumerate(self.chance.sample(sources, len(sources))):
-            (run / f"rank_{rank}").symlink_to(source)
+        run = self.folder / f"{path.name}-of"
         with self.may_fail():
+            for rank, source in enumerate(self.chance.sample(sources, len(sources))):
+                copy_store(source, run / f"rank_{rank}")
             convert(run, path, "pt")
             with TrajectoryReplayBuffer.open(path) as reader:
                 keys = [check(reader.get(number)) for number in reader.trajectory_ids.tolist()]
