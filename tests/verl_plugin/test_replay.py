@@ -216,7 +216,7 @@ LONGEST_AGE = 3
 @pytest.mark.parametrize(
     ("mode", "steps"),
     [
-        ("colocate_async_replay", 4),
+        ("colocate_async_replay", 6),
         pytest.param("colocate_async_replay", 16, marks=pytest.mark.campaign),
         pytest.param("sync_replay", 16, marks=pytest.mark.campaign),
     ],
