@@ -101,7 +101,8 @@ def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | Non
         part = Copied(store.url, result.target, verification.trajectories - verification.pinned, verification.nbytes)
         part.take(verification, store.url)
         lost += in_run(number, np.array(part.lost, np.int64)).tolist()
-        result.notes += [f"{store.url}: {note}" for note in points_note(store.url) + left_out_notes(store.url)]
+        where = f"{store.url}: " if len(stores) > 1 else ""
+        result.notes += [f"{where}{note}" for note in points_note(store.url) + left_out_notes(store.url)]
         damaged[store.directory.url] = [problem.file for problem in verification.problems]
         result.parts.append(part)
     united = {number: store.directory for number, store in stores.items()}
