@@ -1,4 +1,4 @@
-"""What a conversion reads: names taken literally, files that a folder lists, values that Python would cut."""
+"""Sources of conversions: names taken literally, files that a folder lists, values that Python would cut."""
 
 from __future__ import annotations
 

@@ -428,7 +428,7 @@ def _staging(target: Path) -> Iterator[Path]:
         if not target.parent.is_dir():
             raise ConfigurationError(f"convert: {target.parent} is not a folder; make it, or name another target")
         stack.enter_context(claimed(LocalDirectory(folder), target))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)  # also what a conversion left that was killed
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)  # also that of a killed conversion
         _check_absent(target)
         made = folder / target.name
         if made.exists():

@@ -207,7 +207,7 @@ class Loader(IterableDataset[T], Closing, Generic[T]):
                 another rank. Nothing was changed.
         """
         counts = ("handed_out", "batches", "redrawn")
-        if isinstance(state, Mapping) and state.get("limiter", ...) is None:  # recorded before 0.1.0, of most loaders
+        if isinstance(state, Mapping) and state.get("limiter", ...) is None:  # an earlier state
             state = {name: value for name, value in state.items() if name != "limiter"}
         check_state(state, ("source", "under_way", *counts, "ranks"), only=True)
         for name in counts:
